@@ -129,6 +129,22 @@ def test_a_rank_that_its_launcher_did_not_live_to_see_is_terminated() -> None:
     assert done.stdout == f"exit code {-signal.SIGTERM}\n"
 
 
+def test_a_range_of_nodes_makes_a_job_elastic() -> None:
+    variables = NO_GPU | {"NPROC": "4", "NNODES": "2:4", "MASTER_ADDR": "host"}
+    assert launch_config(variables) == LaunchConfig(2, 0, 4, "host", 29500, max_restarts=10, max_nodes=4)
+    assert launch_config(variables | {"MAX_RESTARTS": "1"}).max_restarts == 1
+    assert launch_config(variables).world_size == 8
+    with pytest.raises(UserError, match="NNODES=2:4, but MASTER_ADDR is not set: give all nodes the address of one"):
+        launch_config(NO_GPU | {"NNODES": "2:4"})
+    for wrong in ("4:2", "0:2", ":", "2:", ":4", "1:2:3", "a:b", "2:-4", "1:99999999"):
+        with pytest.raises(
+            UserError, match=f"NNODES={wrong} is neither a number of nodes nor a range such as NNODES=2:4"
+        ):
+            launch_config(variables | {"NNODES": wrong})
+    with pytest.raises(UserError, match="1000 nodes with NPROC=10000 are 10000000 processes; 1000000 are possible"):
+        launch_config(variables | {"NNODES": "2:1000", "NPROC": "10000"})
+
+
 def test_several_nodes_from_variables() -> None:
     variables = NO_GPU | {"NPROC": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
     found = launch_config(variables)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
 LAUNCHER_PID = "TITANLIKE_LAUNCHER_PID"  # set by the launcher
+ELASTIC = "TITANLIKE_ELASTIC"  # set by the launcher if the number of nodes may change
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
 BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder of `data/batches/batch_record.py`
 SAGEMAKER_OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
@@ -45,13 +46,15 @@ class RankInfo:
     max_restarts: int = 0
     launch_id: str | None = None
     """Identifies a launch by the launcher in run/launch.py; None under other launchers."""
+    is_elastic: bool = False
+    """Whether the number of nodes may change when the job restarts."""
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Reads the variables that torchrun sets. Without them, this is the only process."""
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not any(environ.get(name) for name in rank_variables):
-        return RankInfo()
+        return RankInfo(is_elastic=ELASTIC in environ)
     required = (*rank_variables, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if not environ.get(name)]
     if missing:
@@ -75,7 +78,13 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
         restart_count=read_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=read_integer(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
         launch_id=environ.get(LAUNCH_ID),
+        is_elastic=ELASTIC in environ,
     )
+
+
+def set_world_size(size: int) -> None:
+    """Sets the number of processes in the job, of which torchrun has started more."""
+    os.environ["WORLD_SIZE"] = str(size)
 
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:

@@ -9,6 +9,7 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.distributed.environment import (
     DEFAULT_PORT,
+    ELASTIC,
     LAUNCH_ID,
     LAUNCHER_PID,
     MAX_PROCESSES,
@@ -17,11 +18,14 @@ from titanlike.distributed.environment import (
     read_port,
     show_variable,
 )
+from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import num_gpus
+
+ELASTIC_RESTARTS = 10  # after failures: nodes that join or leave do not count
 
 JOB_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES",
-    "MAX_RESTARTS", LAUNCH_ID, LAUNCHER_PID,
+    "MAX_RESTARTS", ELASTIC, LAUNCH_ID, LAUNCHER_PID,
 )  # fmt: skip
 
 
@@ -35,9 +39,12 @@ class LaunchConfig:
     master_address: str
     master_port: int
     max_restarts: int = 0
+    max_nodes: int = 0
+    """If above 0, the job is elastic: it runs on `num_nodes` to `max_nodes` nodes."""
 
     @property
     def world_size(self) -> int:
+        """The number of processes, in an elastic job the least."""
         return self.num_nodes * self.processes_per_node
 
 
@@ -46,14 +53,22 @@ def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes:
 
     NPROC is their number, by default `default_processes`, otherwise one per GPU, or one. MAX_RESTARTS limits restarts after a
     failure. NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set the nodes, otherwise Slurm does if `srun` started one task per node,
-    otherwise there is one.
+    otherwise there is one. NNODES=2:4 makes the job elastic.
     """
     processes = default_processes or max(1, num_gpus(environ))
     if environ.get("NPROC"):
         processes = read_integer(environ, "NPROC", least=1, most=MAX_PROCESSES)
-    max_restarts = read_integer(environ, "MAX_RESTARTS", 0)
-    num_nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR") or "127.0.0.1"
-    if environ.get("NNODES"):
+    is_elastic = ":" in environ.get("NNODES", "")
+    max_restarts = read_integer(environ, "MAX_RESTARTS", ELASTIC_RESTARTS if is_elastic else 0)
+    num_nodes, node_rank, address, max_nodes = 1, 0, environ.get("MASTER_ADDR") or "127.0.0.1", 0
+    if is_elastic:
+        num_nodes, max_nodes = _node_range(environ)
+        if not environ.get("MASTER_ADDR"):
+            raise UserError(
+                f"{show_variable(environ, 'NNODES')}, but MASTER_ADDR is not set: give all nodes the address of one of them, at "
+                "which they meet"
+            )
+    elif environ.get("NNODES"):
         num_nodes = read_integer(environ, "NNODES", least=1, most=MAX_PROCESSES)
         if num_nodes > 1:
             missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environ.get(name)]
@@ -69,12 +84,23 @@ def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes:
         node_rank, address = read_integer(environ, "SLURM_NODEID"), _slurm_master(environ)
     if node_rank >= num_nodes:
         raise UserError(f"NODE_RANK={node_rank} is not below NNODES={num_nodes}: nodes count from 0")
-    config = LaunchConfig(num_nodes, node_rank, processes, address, read_port(environ), max_restarts)
-    if config.world_size > MAX_PROCESSES:
+    config = LaunchConfig(num_nodes, node_rank, processes, address, read_port(environ), max_restarts, max_nodes)
+    if (most := max(num_nodes, max_nodes)) * processes > MAX_PROCESSES:
         raise UserError(
-            f"{num_nodes} nodes with NPROC={processes} are {config.world_size} processes; {MAX_PROCESSES} are possible"
+            f"{most} nodes with NPROC={processes} are {most * processes} processes; {MAX_PROCESSES} are possible"
         )
     return config
+
+
+def _node_range(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Reads NNODES=MIN:MAX."""
+    least, most = (parse_int(text) or 0 for text in environ["NNODES"].split(":", 1))
+    if not 0 < least <= most <= MAX_PROCESSES:
+        raise UserError(
+            f"{show_variable(environ, 'NNODES')} is neither a number of nodes nor a range such as NNODES=2:4, from the least to "
+            "the most"
+        )
+    return least, most
 
 
 def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
@@ -122,6 +148,13 @@ def first_host(node_list: str) -> str:
     if match is None:
         raise UserError(f"SLURM_JOB_NODELIST={shown(node_list)} cannot be parsed; set MASTER_ADDR to the first host")
     return match.group(1) + (match.group(2) or "")
+
+
+def announce(config: LaunchConfig) -> None:
+    """Tells the processes that this launcher starts whether the job is elastic."""
+    os.environ.pop(ELASTIC, None)
+    if config.max_nodes:
+        os.environ[ELASTIC] = "1"
 
 
 def set_launch_id() -> None:

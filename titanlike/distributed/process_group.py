@@ -19,6 +19,8 @@ from titanlike.utils import compat, system
 
 T = TypeVar("T")
 
+END = "end"  # key of the store: the job is complete
+
 
 @contextmanager
 def session(
@@ -44,7 +46,7 @@ def session(
     is_failing = True
     try:
         chosen = select_device(device, option)
-        _init_process_group(chosen, timeout)
+        store = _init_process_group(chosen, timeout)
         # Until here Ctrl-C ends the process at once, even while torch waits for other ranks.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if deterministic:
@@ -53,6 +55,8 @@ def session(
         yield chosen
         barrier()  # a rank that still communicates may fail if a peer has exited
         is_failing = False
+        if store and is_main():
+            store.set(END, "")
     except UserError as error:
         if not dist.is_initialized() or world_size() == 1:
             environment.fail(error)
@@ -72,6 +76,16 @@ def session(
     finally:
         if dist.is_initialized():
             _destroy_process_group(abort=is_failing)
+
+
+def wait_for_end() -> None:
+    """Waits until rank 0 of the job ends its session. For a process outside of the process group, which exits as if stopped by a
+    signal if the session fails."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+        store.wait([END], datetime.timedelta(days=365))
+    except (dist.DistNetworkError, dist.DistStoreError):
+        sys.exit(128 + signal.SIGTERM)
 
 
 def select_device(name: str, option: str) -> torch.device:
@@ -104,9 +118,11 @@ def select_device(name: str, option: str) -> torch.device:
     return device
 
 
-def _init_process_group(device: torch.device, timeout: float) -> None:
+def _init_process_group(device: torch.device, timeout: float) -> Store | None:
+    """Initializes the process group. Returns the store of an elastic job, in which processes wait that are not in the group."""
     ranks = environment.rank_info()
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
+    store = None
     if device.type == "cuda":
         # NCCL connects now rather than at the first collective, and derives the communicators of subgroups from this one.
         options["device_id"] = device
@@ -118,12 +134,13 @@ def _init_process_group(device: torch.device, timeout: float) -> None:
     try:
         if not ranks.started_by_launcher:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # opens no port
-        elif ranks.launch_id and ranks.restart_count:
-            # Over several nodes torchrun keeps one store for all restarts, with the addresses of processes that have ended.
-            # Only under our launcher are restart counts equal on all nodes.
+        elif ranks.is_elastic or (ranks.launch_id and ranks.restart_count):
             store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
-            store = dist.PrefixStore(f"restart-{ranks.restart_count}", store)
             options |= {"store": store, "rank": rank, "world_size": world_size}
+            if not ranks.is_elastic:
+                # Over several nodes torchrun keeps one store for all restarts, with the addresses of processes that have ended.
+                # Only under our launcher are restart counts equal on all nodes.
+                options["store"] = dist.PrefixStore(f"restart-{ranks.restart_count}", store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -132,6 +149,7 @@ def _init_process_group(device: torch.device, timeout: float) -> None:
                 "port"
             ) from None
         raise
+    return store if ranks.is_elastic else None
 
 
 def _destroy_process_group(*, abort: bool) -> None:

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed.launcher.api
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.run import parse_args, run
 
 from titanlike.distributed.command_line import BROKEN_PIPE
 from titanlike.distributed.environment import EXIT_RANK_MISSING
 from titanlike.distributed.launch_config import LaunchConfig
+from titanlike.utils import system
 
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
 STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))]
@@ -28,13 +31,24 @@ def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) ->
     # Failures are reported here in one line. torchrun's own report would follow the program's error message and hide it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    torch.distributed.launcher.api.LocalElasticAgent = _agent_type(shutdown_timeout)  # type: ignore[misc]
+    agent = _agent_type(shutdown_timeout, is_elastic=config.max_nodes > 0)
+    torch.distributed.launcher.api.LocalElasticAgent = agent  # type: ignore[misc]
     options = [
         f"--nproc-per-node={config.processes_per_node}",
         f"--max-restarts={config.max_restarts}",
         f"--signals-to-handle={SIGNALS}",
     ]
-    if config.num_nodes == 1:
+    if config.max_nodes:
+        # A node that joins finds no process group of an earlier number of nodes: rank 0 opens a store for each.
+        system.set_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        options += [
+            f"--nnodes={config.num_nodes}:{config.max_nodes}",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=titanlike",
+            f"--rdzv-endpoint={config.master_address}:{config.master_port}",
+            f"--local-addr={system.address_towards(config.master_address, config.master_port)}",
+        ]
+    elif config.num_nodes == 1:
         options.append("--standalone")
     else:
         options += [
@@ -59,11 +73,28 @@ def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) ->
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as stopped:
         return 128 + stopped.sigval
+    except RendezvousError as error:
+        print(f"error: {_describe_rendezvous(error, config)}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _agent_type(shutdown_timeout: int) -> type[LocalElasticAgent]:
-    """Returns torchrun's agent, with a time limit for the shutdown and without useless restarts."""
+def _describe_rendezvous(error: RendezvousError, config: LaunchConfig) -> str:
+    """Describes why the nodes did not meet."""
+    if isinstance(error, RendezvousClosedError):
+        return "the job has ended"
+    where = f"MASTER_ADDR={config.master_address} and MASTER_PORT={config.master_port}"
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {config.num_nodes} nodes have met at {where}"
+    return f"the node that other nodes meet at cannot be reached ({where}); start the job again, and it resumes"
+
+
+def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElasticAgent]:
+    """Returns torchrun's agent, with a time limit for the shutdown and without useless restarts.
+
+    If the job is elastic, ranks that were stopped by a signal, but not by one to this launcher, are those of a node that leaves or
+    joins: the others go on without it, or with it.
+    """
 
     class Agent(LocalElasticAgent):
         # Keeps the agent alive until the process exits: if the thread that sends rendezvous heartbeats drops the last reference,
@@ -76,6 +107,10 @@ def _agent_type(shutdown_timeout: int) -> type[LocalElasticAgent]:
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
+            if is_elastic and result.is_failed() and _first_failure(result.failures)[1].exitcode in STOPPED:
+                print("warning: a node leaves or joins; restarting", file=sys.stderr, flush=True)
+                self._restart_workers(worker_group)
+                return RunResult(state=WorkerState.HEALTHY)
             if result.is_failed() and self._remaining_restarts:
                 rank, failure = _first_failure(result.failures)
                 if failure.exitcode == USER_ERROR or failure.exitcode in STOPPED:

@@ -41,15 +41,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
             system.set_variables(slurm_variables)
             _run_in_process(program, argv)
         config = launch_config.launch_config()
-        if config.world_size == 1 and not config.max_restarts:
+        launch_config.announce(config)
+        if config.world_size == 1 and not config.max_restarts and not config.max_nodes:
             _run_in_process(program, argv)
-        if config.num_nodes > 1:
+        if config.num_nodes > 1 or config.max_nodes:
             environment.check_address(config.master_address)
         preflight = [sys.executable, str(program), *argv, f"--preflight={config.world_size}"]
         code = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False).returncode
         if code:
             sys.exit(code)
-        if config.num_nodes > 1 and config.node_rank == 0 and not system.port_is_free(config.master_port):
+        is_first = config.num_nodes > 1 and config.node_rank == 0 and not config.max_nodes
+        if is_first and not system.port_is_free(config.master_port):
             raise UserError(
                 f"MASTER_PORT={config.master_port} is in use on this machine, perhaps by an earlier job; end that job, or set "
                 "MASTER_PORT to a free port on all nodes"

@@ -161,6 +161,14 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def address_towards(host: str, port: int) -> str:
+    """Returns the address of this machine from which it reaches another one. Sends nothing."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def cache_folder(folder: str = "", environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory for reproducible files that later runs reuse: `folder`, or one in the user's cache directory."""
     if folder:
