@@ -43,8 +43,8 @@ class Nodes:
         self.resumed = 0
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self) -> "subprocess.Popen[str]":
-        self.started.append(start(self.folder, self.shared, **OPTIONS))
+    def start(self, **options: str) -> "subprocess.Popen[str]":
+        self.started.append(start(self.folder, self.shared, **OPTIONS | options))
         return self.started[-1]
 
     def rank(self, node: "subprocess.Popen[str]") -> int:
@@ -126,14 +126,13 @@ def test_a_spare_node_replaces_a_lost_one_and_a_job_goes_on_with_fewer(nodes: No
 
 
 def test_a_spare_node_ends_with_the_job(tmp_path: Path) -> None:
-    shared = {
-        "NPROC": "1", "NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    nodes = [start(tmp_path, shared, **SMALL | {"run.name": "run"}) for _ in range(3)]
-    outputs = [end(node) for node in nodes]
+    (tmp_path / "slow.py").write_text(PROGRAM)
+    nodes = Nodes(tmp_path, "2:3")
+    nodes.shared.pop("PET_RDZV_CONF")
+    outputs = [end(node) for node in [nodes.start(**{"training.steps": "60"}) for _ in range(3)]]
     assert sum("spare   the recipe can use 2 of the 3 nodes; this one waits" in output for output in outputs) == 1
     assert sum("done: runs/run" in output for output in outputs) == 1
-    assert len(losses(tmp_path / "runs/run")) == 6
+    assert len(losses(tmp_path / "runs/run")) == 60
 
 
 def test_what_an_elastic_job_cannot_do_is_said(tmp_path: Path) -> None:

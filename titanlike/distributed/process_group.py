@@ -82,7 +82,7 @@ def wait_for_end() -> None:
     """Waits until rank 0 of the job ends its session. For a process outside of the process group, which exits as if stopped by a
     signal if the session fails."""
     try:
-        store, _, _ = next(dist.rendezvous("env://"))
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=2)))
         store.wait([END], datetime.timedelta(days=365))
     except (dist.DistNetworkError, dist.DistStoreError):
         sys.exit(128 + signal.SIGTERM)
