@@ -534,9 +534,8 @@ class Metrics:
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
     machine_interval: NonNegativeFloat = 5.0
-    """Seconds between samples of GPUs, processors, memory, disk and network in a thread of each rank. A record has those since the
-    last one. The default is short beside the minutes in which a GPU heats up, and costs less than a thousandth of a core. 0 disables
-    them."""
+    """Seconds between samples of GPUs, processors, memory, disk and network, which a thread of each rank takes. A record summarizes
+    those since the last one. The default is short beside the time in which a GPU heats up. 0 disables them."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""

@@ -188,8 +188,8 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     @contextmanager
     def model_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
-        """Measures, if that is due, what the model has counted in a step, for its record, and records norms of gradients, weights and
-        their update for each parameter. The block updates weights."""
+        """Measures what the model has counted in this step, and records norms of gradients, weights and their update for each
+        parameter, if that is due. The block updates weights."""
         if not self._model_is_known:
             from titanlike.metrics import model_statistics
 

@@ -4,8 +4,8 @@ No token is dropped: the experts compute as many tokens as the router sends to e
 
 The load of the experts can be balanced in two ways. `balance_loss` is the coefficient of an auxiliary loss of each sequence: it
 does not depend on how sequences are distributed over micro-batches and ranks. `balance_bias_rate` adds a bias to the scores for the
-selection, by which `optim/balance.py` steps according to the number of tokens of each expert. Both, and the metrics, read what the
-router of each block has counted, which blocks return to the model: a block that activation checkpointing computes twice counts once.
+selection, by which `optim/balance.py` steps according to the number of tokens of each expert. Both, and the metrics, read what each
+router has counted, which blocks return to the model: a block that activation checkpointing computes twice counts once.
 
 Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an expert, E experts, A experts of a token, M = B * T * A.
 """
@@ -42,6 +42,8 @@ class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
     casts_parameters = True
+    counts_load = False
+    """Whether to return counts in training also where nothing balances the load."""
     load: Tensor | None = None
     """Tokens of each expert (E,) on this rank since the last step of the optimizer, in int64."""
 
@@ -70,7 +72,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled() and config.balance_loss:
             probs = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
             counts = torch.stack((load.float(), probs.sum(1)), 1)  # (B, 2, E); a float32 counts to 16 million exactly
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and (self.counts_load or config.balance_bias_rate):
             counts = load[:, None]  # (B, 1, E)
         weights = scores.gather(-1, indices)
         if config.normalize_router:
@@ -185,7 +187,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the results and, in training, the counts of the router."""
+        """Returns the results and, in training, if the load is balanced or counted, the counts of the router."""
         # The experts last, so that their backward pass is the first: if a block is recomputed, FSDP has gathered them by then.
         shared = None if self.shared is None else self.shared(x)
         *routes, counts = self.router(x)

@@ -13,8 +13,8 @@ from titanlike.utils.dtensor import local_tensor
 class BalanceBias(torch.optim.Optimizer):
     """Decreases the bias of experts that had more tokens than the average, and increases that of the others.
 
-    The routers count the tokens since the last `zero_grad`. The step sums them over all ranks (`models.experts.total_load`). It does
-    not depend on the learning rate, and there is no state.
+    The routers count the tokens since the last `zero_grad`, which the step sums over all ranks (`models.experts.total_load`). It
+    does not depend on the learning rate, and there is no state.
 
     Args:
         routers: Routers with a bias.
