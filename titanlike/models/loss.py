@@ -158,8 +158,8 @@ def token_losses_inplace(
     soft_cap: float = 0.0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the loss of each row of logits (N, V) as (N, 1), and the z-loss in it, if any. Overwrites the logits with the gradient
-    of the sum of the losses, each multiplied by its `scale` (N,)."""
+    """Returns the loss of each row of logits (N, V) as (N, 1), and the z-loss in it. Overwrites the logits with the gradient of the
+    sum of the losses, each multiplied by its `scale` (N,)."""
     out = logits
     if soft_cap:
         logits = (logits.float() / soft_cap).tanh() * soft_cap
