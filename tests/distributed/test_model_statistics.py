@@ -4,6 +4,7 @@ every kind of layout, and throttled GPUs of other ranks."""
 import dataclasses
 import json
 import math
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
 from tests.pool import Pool
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
 from titanlike.config.sections import Metrics, Parallelism
-from titanlike.metrics import Monitor, machine
+from titanlike.metrics import Monitor, machine_records
 from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.experts import routers
@@ -181,8 +182,8 @@ def _throttled(folder: Path, library: Path, text: str) -> list[str]:
     file = folder / f"values-{rank}"
     nvml.plant(file, utilization=90 - rank, temperature=70 + rank)
     nvml.use(library, file)
-    real = machine.open_gpu
-    machine.open_gpu = lambda device: GPU(nvml.ADDRESS)  # type: ignore[assignment]
+    real = machine_records.open_gpu
+    machine_records.open_gpu = lambda device: GPU(nvml.ADDRESS)  # type: ignore[assignment]
     printed: list[str] = []
     try:
         monitor = Monitor(
@@ -198,16 +199,12 @@ def _throttled(folder: Path, library: Path, text: str) -> list[str]:
                 monitor._machines._sampler.sample()  # the thread's next one is seconds away
                 monitor.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=0.1)
     finally:
-        machine.open_gpu = real
+        machine_records.open_gpu = real
         nvml.forget()
     return [line for line in printed if line and text in line]
 
 
-def test_rank_0_names_the_throttled_gpu_of_another_rank(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import socket
-
+def test_rank_0_names_the_throttled_gpu_of_another_rank(ranks: Ranks, tmp_path: Path) -> None:
     library = nvml.build(tmp_path)
     printed, _ = ranks(2).run(_throttled, tmp_path, library, "throttled")
     name = f"rank 1 (host {socket.gethostname()}, GPU 5)"

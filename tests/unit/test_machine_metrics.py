@@ -323,3 +323,24 @@ def test_prometheus_has_the_gpus_of_all_ranks_and_the_dashboard_names_no_other(t
     named = set(re.findall(r"titanlike_(?:rank_)?(?:gpu|host)_\w+", text))
     assert len(named) > 12
     assert named <= families.keys()
+
+
+def test_the_gpu_of_a_process_is_found_by_its_address(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_VISIBLE_DEVICES numbers the GPUs of a process anew."""
+    asked: list[str] = []
+    address = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xA7, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
+    monkeypatch.setattr(machine, "GPU", lambda name: asked.append(name) or GPU(name))
+    device = torch.device("cuda", 0)
+    nvml.use(library, tmp_path / "values")
+    found = machine.open_gpu(device)
+    assert asked == ["00000001:a7:00.0"] and found is not None
+    assert machine.place_of(device, found).of(3).endswith(", GPU 5)")
+    found.close()
+    monkeypatch.delenv("FAKE_NVML")
+    assert machine.open_gpu(device) is None
+    nvml.forget()
+    assert machine.place_of(device, None).of(3).endswith(", GPU 0)")
+    assert machine.place_of(torch.device("cpu"), machine.open_gpu(torch.device("cpu"))).gpu == ""
