@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -78,7 +78,7 @@ def open_gpu(device: torch.device) -> GPU | None:
     """Returns the GPU of this process, or None without one or without NVML."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
         return GPU(f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
     except OSError:  # `titanlike doctor` reports it

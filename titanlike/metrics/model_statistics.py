@@ -33,7 +33,7 @@ class ModelStatistics:
             from titanlike.models.experts import routers
 
             self.routers = list(routers(model))
-        mesh = model.mesh if hasattr(model, "parts") else None
+        mesh: Any = model.mesh if hasattr(model, "parts") else None
         self.pipeline_group: Any = None if mesh is None else mesh.get_group()
 
     @torch.no_grad()
