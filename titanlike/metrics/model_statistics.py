@@ -58,7 +58,9 @@ class ModelStatistics:
         load = total_load(self.routers)  # (routers, E)
         if load is not None:
             fractions = load.to(extremes.dtype) / load.sum(1, keepdim=True)
-            entropies = torch.special.entr(fractions).sum(1) / math.log(self.num_experts)
+            # Not `special.entr`, a kernel that CUDA compiles at its first call.
+            logs = fractions.clamp_min(torch.finfo(fractions.dtype).tiny).log()
+            entropies = -(fractions * logs).sum(1) / math.log(self.num_experts)
             extremes = torch.stack((fractions.max() * self.num_experts, -entropies.min()))
         if self.pipeline_group is not None:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, self.pipeline_group)
