@@ -49,6 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense, CP x TP": ("llama", dict(context=2, tensor=2), {}),
 }
 
+# Those of the default and of the slow tests; the others run with `-m every`.
+QUICK = ("TP x FSDP", "PP zbv x TP", "MTP, CP x TP, documents")
+SLOW = ("HSDP", "EP x TP", "PP 1f1b")
+
 
 def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
     """Trains, and returns the terms in each record of a step."""
@@ -58,7 +62,7 @@ def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
     return [{name: record[name] for name in TERMS if name in record} for record in records if "loss" in record]
 
 
-@pytest.mark.parametrize("case", tiers(CASES, ["TP x FSDP", "PP zbv x TP", "EP x TP"], ["HSDP", "CP x TP", "PP 1f1b"]))
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
 def test_every_layout_records_what_one_process_records(ranks: Ranks, tmp_path: Path, case: str) -> None:
     model, layout, sections = CASES[case]
     sizes = dict(steps=2, z_loss=Z_LOSS, loss_chunk=20)
