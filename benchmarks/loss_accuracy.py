@@ -50,7 +50,7 @@ def bfloat16_accumulation(x: Tensor, weight: Tensor, labels: Tensor, chunk: int)
     loss, x_grad, weight_grad = torch.zeros(()), torch.zeros_like(x), torch.zeros_like(weight)
     for rows in torch.arange(len(x)).split(chunk):
         logits = x[rows] @ weight.t()
-        loss += cross_entropy_inplace(logits, labels[rows])
+        loss += cross_entropy_inplace(logits, labels[rows])[0]
         x_grad[rows] = logits @ weight
         weight_grad.addmm_(logits.t(), x[rows])
     return loss, x_grad, weight_grad

@@ -4,7 +4,7 @@
 
 The run alternates between blocks of ten steps, each with one record: observed by everything that is on by default and Prometheus;
 not observed; and observed with statistics of all parameters in one step of the block. The result is the median over all blocks of
-each kind, in benchmarks/results/observability.json.
+each kind, in benchmarks/results/observability.json. It also has the time of a sample of the host.
 """
 
 import argparse
@@ -56,6 +56,7 @@ def main() -> None:
         began = 0.0
         cpu_began = 0.0
         spent = 0.0
+        sources: Any = None
 
         def kind(self, step: int) -> str:
             return KINDS[(step - 1) // BLOCK % len(KINDS)]
@@ -67,6 +68,9 @@ def main() -> None:
             now = time.perf_counter()
             self.spent += now - start
             if step % BLOCK == 0:
+                sampler = self._machines._sampler  # its thread is idle in a block that is not observed
+                self.sources = self.sources or sampler._sources
+                sampler._sources = [] if self.kind(step + 1) == "off" else self.sources
                 if step > len(KINDS) * BLOCK:  # the first blocks warm up
                     seconds[self.kind(step)].append((now - self.began) / BLOCK)
                     cpu[self.kind(step)].append((time.process_time() - self.cpu_began) / BLOCK)
@@ -74,12 +78,12 @@ def main() -> None:
                 self.began, self.cpu_began, self.spent = time.perf_counter(), time.process_time(), 0.0
 
         @contextmanager
-        def parameter_statistics(self, step: int, model: Any) -> Any:
+        def model_statistics(self, step: int, model: Any) -> Any:
             if self.kind(step) != "layers":
                 yield
                 return
             start = time.perf_counter()
-            manager = super().parameter_statistics(step, model)
+            manager = super().model_statistics(step, model)
             manager.__enter__()
             self.spent += time.perf_counter() - start
             yield
@@ -98,15 +102,13 @@ def main() -> None:
         "monitor_share": {kind: statistics.median(values) / step for kind, values in inside.items()},
         "step_ratio": {kind: statistics.median(values) / step for kind, values in seconds.items()},
         "cpu_ratio": {kind: statistics.median(values) / statistics.median(cpu["off"]) for kind, values in cpu.items()},
-        "profiling_off_share": seconds_of_profiling_off(device) / step, "blocks": seconds, "cpu_blocks": cpu,
+        "profiling_off_share": seconds_of_profiling_off(device) / step, "seconds_per_host_sample": seconds_of_a_sample(),
+        "blocks": seconds, "cpu_blocks": cpu,
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(
         json.dumps(
-            {
-                name: result[name]
-                for name in ("seconds_per_step", "monitor_share", "step_ratio", "cpu_ratio", "profiling_off_share")
-            },
+            {name: result[name] for name in result if not name.endswith("blocks")},
             indent=1,
         )
     )
@@ -126,6 +128,18 @@ def seconds_of_profiling_off(device: Any, number: int = 100_000) -> float:
         with record_function("data wait"):
             pass
     return (time.perf_counter() - start) / number
+
+
+def seconds_of_a_sample(number: int = 200) -> float:
+    """Returns the median time of a sample of the host, which a thread takes each `metrics.machine_interval` seconds."""
+    from titanlike.metrics.host import Host
+
+    host, seconds = Host(Path()), []
+    for _ in range(number):
+        start = time.perf_counter()
+        host.read()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
             num_tokens = shutdown.all_reduce_sum(num_labels(microbatches), mesh.loss_groups, mesh.model_groups)
             loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism, guard.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
-            with monitor.parameter_statistics(step, model):
+            with monitor.model_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()

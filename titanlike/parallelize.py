@@ -25,6 +25,7 @@ from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
+    from titanlike.models.loss_terms import LossTerms
 
 
 def parallelize(
@@ -86,6 +87,7 @@ def parallelize(
             tensor=mesh.tensor.size(),
         )
         parts = list(model.parts.values())
+    terms = _loss_terms(parts, training)
     head_loss = HeadLoss(
         loss,
         chunk=training.loss_chunk,
@@ -94,6 +96,7 @@ def parallelize(
         retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
         z_loss=training.z_loss,
         reduction=loss_reduction,
+        terms=terms,
     )
     for part in parts:
         if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
@@ -184,7 +187,23 @@ def parallelize(
             )
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
+    cast(Any, model).loss_terms = terms
     return model
+
+
+def _loss_terms(parts: Sequence[Any], training: Training) -> "LossTerms | None":
+    """Returns what the model adds those terms of its loss to that have metrics of their own, or None if there are none."""
+    balance_losses = [part.balance_loss for part in parts if getattr(part, "balance_loss", None) is not None]
+    has_mtp = getattr(getattr(parts[0], "config", None), "num_mtp_layers", 0) > 0
+    if not (training.z_loss or balance_losses or has_mtp):
+        return None
+    from titanlike.models.loss_terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
+
+    present = {Z_LOSS: training.z_loss > 0, BALANCE_LOSS: bool(balance_losses), MTP_LOSS: has_mtp}
+    terms = LossTerms([name for name, is_present in present.items() if is_present])
+    for one in balance_losses:
+        one.terms = terms
+    return terms
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

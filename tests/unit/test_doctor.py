@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import nvml
+from titanlike.metrics import gpu, machine
 from titanlike.tools import doctor
 from titanlike.tools.cli import main as cli
 from titanlike.tools.finding import Finding
@@ -109,6 +111,8 @@ def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[i
     monkeypatch.setattr(doctor, "output", lambda *command: NVLINK if "topo" in command else "555.42\n")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(gpu, "nvml_problem", lambda: "")
+    monkeypatch.setattr(machine, "open_gpu", lambda device: None)
     for name, value in {
         "is_available": True, "device_count": number, "get_device_name": "NVIDIA H100", "get_device_capability": capability,
         "get_device_properties": SimpleNamespace(total_memory=80 * 2**30), "can_device_access_peer": peers,
@@ -126,14 +130,14 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(doctor.gpus())
     assert set(statuses(findings).values()) == {"ok"}
     assert findings[0].text == "2 x NVIDIA H100, 80.0 GiB each, driver 555.42, CUDA 12.8"
-    subjects = ["gpu", "bfloat16", "float8", "flash3", "flash4", "nccl", "symmetric memory", "links"]
+    subjects = ["gpu", "bfloat16", "float8", "flash3", "flash4", "nccl", "nvml", "symmetric memory", "links"]
     assert list(statuses(findings)) == subjects
     plant_gpus(monkeypatch, 2, (7, 5), peers=False)
     found = statuses(doctor.gpus())
     assert [found[name] for name in ("bfloat16", "float8", "symmetric memory")] == ["warning"] * 3
     plant_gpus(monkeypatch, 1, (8, 0), peers=True)
-    expected = {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "flash3": "ok", "flash4": "ok", "nccl": "ok"}
-    assert statuses(doctor.gpus()) == expected
+    expected = {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "flash3": "ok", "flash4": "ok"}
+    assert statuses(doctor.gpus()) == expected | {"nccl": "ok", "nvml": "ok"}
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +149,37 @@ def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "a build without CUDA" in only(doctor.gpus()).text
+
+
+def test_throttled_gpus_and_a_missing_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant_gpus(monkeypatch, 2, (9, 0), peers=True)
+    library, file = nvml.build(tmp_path), tmp_path / "values"
+    nvml.use(library, file)
+    try:
+        nvml.plant(file, reasons=0x8 | 0x40)
+        monkeypatch.setattr(machine, "open_gpu", lambda device: gpu.GPU(nvml.ADDRESS) if device.index else None)
+        found = next(finding for finding in doctor.gpus() if finding.subject == "nvml")
+    finally:
+        nvml.forget()
+    text = "GPU 5 is throttled: hardware thermal slowdown"
+    assert found == Finding("warning", "nvml", text, "check cooling and power supply")
+    monkeypatch.setattr(gpu, "nvml_problem", lambda: "the package nvidia-ml-py is not installed")
+    found = next(finding for finding in doctor.gpus() if finding.subject == "nvml")
+    assert (found.status, found.remedy) == ("warning", "pip install nvidia-ml-py")
+
+
+def test_packages_for_metrics_only_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "psutil":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "requires", lambda _: ["psutil>=5.9", "numpy>=1.26"])
+    monkeypatch.setattr(metadata, "version", version)
+    text = "not installed: runs have no metrics of hosts"
+    assert only(doctor.packages()) == Finding("missing", "psutil", text, 'pip install "psutil>=5.9"', optional=True)
 
 
 def test_links() -> None:

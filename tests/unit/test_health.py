@@ -69,3 +69,5 @@ def test_a_slow_rank_is_named_once() -> None:
     warnings = [ranks.summarize(slow)[1] for _ in range(6)]
     message = "rank 2 is slow: it takes 2.0 times as long as the median rank for the same matmul"
     assert warnings == ["", "", message, "", "", ""]
+    named = RankStatistics(torch.device("cpu"), [f"rank {rank} (host a, GPU {rank})" for rank in range(4)])
+    assert [named.summarize(slow)[1] for _ in range(3)][2] == message.replace("rank 2", "rank 2 (host a, GPU 2)", 1)

@@ -533,6 +533,9 @@ class Metrics:
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
+    machine_interval: NonNegativeFloat = 5.0
+    """Seconds between samples of GPUs, processors, memory, disk and network, which a thread of each rank takes. A record summarizes
+    those since the last one. The default is short beside the time in which a GPU heats up. 0 disables them."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""

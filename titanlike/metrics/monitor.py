@@ -24,6 +24,8 @@ from titanlike.utils.async_d2h import AsyncD2H
 
 if TYPE_CHECKING:
     from titanlike.metrics.health import RankStatistics
+    from titanlike.metrics.machine_records import MachineRecords
+    from titanlike.metrics.model_statistics import ModelStatistics
 
 DATA_WAIT = "data wait"  # annotation in a trace
 
@@ -68,17 +70,26 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._spikes, self._in_spike = SpikeDetector(), False
+        self._machines: MachineRecords | None = None
+        if self.section.machine_interval:
+            from titanlike.metrics import machine_records
+
+            self._machines = machine_records.MachineRecords(self.device, self.folder, self.section.machine_interval)
         self._ranks: RankStatistics | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             from titanlike.metrics import health
 
-            self._ranks = health.RankStatistics(self.device)
+            self._ranks = health.RankStatistics(self.device, self._machines.rank_names if self._machines else ())
+        self._model: ModelStatistics | None = None
+        self._model_is_known = False
+        self._of_model: dict[str, Tensor] = {}  # of the current step
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = None  # step, values, learning rate, names
+        # Step, values, learning rate, names of values, and what this rank's machine reports.
+        self._pending: tuple[int, AsyncD2H, float, list[str], list[float]] | None = None
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -105,18 +116,23 @@ class Monitor(AbstractContextManager["Monitor"]):
         are metrics of the program by name."""
         self._flush(deferred=True)
         self._window_steps += 1
-        if step % self.section.interval == 0 or step in (1, self.num_steps):
-            of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
+        if self._is_due(step):
+            others |= self._of_model
+            machine = self._machines.take() if self._machines else []
+            of_ranks = [self._ranks.gather(self._data_wait, machine)] if self._ranks else []
             values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
-            self._pending = step, values, lr, list(others)
+            self._pending = step, values, lr, list(others), machine
             if values.is_on_host or step == self.num_steps:
                 self._flush()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.section.interval == 0 or step in (1, self.num_steps)
 
     def _flush(self, *, deferred: bool = False) -> None:
         """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
-        (step, values, lr, names), self._pending = self._pending, None
+        (step, values, lr, names, machine), self._pending = self._pending, None
         loss, grad_norm, *rest = values.read(deferred=deferred)
         others, of_ranks = dict(zip(names, rest, strict=False)), rest[len(names) :]
         now = time.perf_counter()  # after the read: the device has completed the steps
@@ -127,9 +143,18 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
         extra: dict[str, float] = {}
-        warning = ""
+        warnings: list[str] = []
+        machines = [machine]
         if self._ranks:
-            extra, warning = self._ranks.summarize([of_ranks[i : i + 3] for i in range(0, len(of_ranks), 3)])
+            size = 3 + len(machine)
+            rows = [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
+            extra, warning = self._ranks.summarize([row[:3] for row in rows])
+            warnings += [warning] if warning else []
+            machines = [row[3:] for row in rows]
+        if self._machines and self._records:
+            found, of_machines = self._machines.summarize(machines)
+            self._records.log_ranks(self._machines.places, machines)
+            extra, warnings = extra | found, warnings + of_machines
         self._log(
             step,
             {
@@ -148,7 +173,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                 **extra,
             },
         )
-        if warning:
+        for warning in warnings:
             self.warn(warning)
         self._detect_spike(step, loss)
         self._window_started, self._window_steps, self._data_wait = time.perf_counter(), 0, 0.0
@@ -162,8 +187,21 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._in_spike = deviations > 0
 
     @contextmanager
-    def parameter_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
-        """Records norms of gradients, weights and their update for each parameter, if that is due. The block updates weights."""
+    def model_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
+        """Measures what the model has counted in this step, and records norms of gradients, weights and their update for each
+        parameter, if that is due. The block updates weights."""
+        if not self._model_is_known:
+            from titanlike.metrics import model_statistics
+
+            self._model, self._model_is_known = model_statistics.model_statistics(model, self.device), True
+        self._of_model = self._model.measure() if self._model and self._is_due(step) else {}
+        with self._parameter_statistics(step, model):
+            yield
+        if self._model:
+            self._model.reset()
+
+    @contextmanager
+    def _parameter_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
         interval = self.section.layer_interval
         if not interval or step % interval:
             yield
@@ -235,6 +273,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Closes the status line, the files and the trackers."""
         if self._console:
             self._console.close()
+        if self._machines:
+            self._machines.close()
         for message in self._records.close() if self._records else ():
             self.print(message)
 

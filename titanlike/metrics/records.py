@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,7 @@ from titanlike.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from titanlike.metrics.background import BackgroundTracker
+    from titanlike.metrics.machine import Place
     from titanlike.metrics.prometheus import PrometheusEndpoint
 
 Values = Mapping[str, float | str | None]
@@ -156,6 +157,11 @@ class Records:
         if self._endpoint:
             self._endpoint.log(step, values)
         return self._take_messages()
+
+    def log_ranks(self, places: "Sequence[Place]", rows: Sequence[Sequence[float]]) -> None:
+        """Takes the values of the machine of each rank, which only Prometheus receives."""
+        if self._endpoint:
+            self._endpoint.log_ranks(places, rows)
 
     def close(self) -> list[str]:
         """Writes what is buffered. Waits for slow trackers, but not long."""

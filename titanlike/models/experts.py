@@ -4,14 +4,13 @@ No token is dropped: the experts compute as many tokens as the router sends to e
 
 The load of the experts can be balanced in two ways. `balance_loss` is the coefficient of an auxiliary loss of each sequence: it
 does not depend on how sequences are distributed over micro-batches and ranks. `balance_bias_rate` adds a bias to the scores for the
-selection, by which `optim/balance.py` steps according to the number of tokens of each expert. Both read what the router of each
-block has counted, which blocks return to the model: it adds up the blocks, and counts a block once that is computed twice by
-activation checkpointing.
+selection, by which `optim/balance.py` steps according to the number of tokens of each expert. Both, and the metrics, read what each
+router has counted, which blocks return to the model: a block that activation checkpointing computes twice counts once.
 
 Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an expert, E experts, A experts of a token, M = B * T * A.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,9 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.distributed.collectives import all_reduce_sum
 from titanlike.models.clamped_swiglu import clamped_swiglu
 from titanlike.models.grouped_matmul import add_bias_of_group, grouped_matmul
 from titanlike.models.loss import IGNORE
+from titanlike.models.loss_terms import BALANCE_LOSS, LossTerms
 from titanlike.models.moe_config import MoeConfig
 from titanlike.utils import compat
 from titanlike.utils.modules import without_owner
@@ -33,17 +34,18 @@ class Routes(NamedTuple):
     weights: Tensor  # of each token's experts (B, T, A)
     indices: Tensor  # of each token's experts (B, T, A)
     load: Tensor  # tokens of each expert (B, E), in int64
-    counts: (
-        Tensor | None
-    )  # (B, 1, E) or (B, 2, E): the load and, for `balance_loss`, the sum of the probabilities of each expert
+    counts: Tensor | None
+    """In training, the load (B, 1, E) or, for `balance_loss`, with the sum of the probabilities of each expert (B, 2, E)."""
 
 
 class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
     casts_parameters = True
+    counts_load = False
+    """Whether to return counts in training also where nothing balances the load."""
     load: Tensor | None = None
-    """Tokens of each expert (E,) on this rank since the last step of the optimizer, if a bias balances the load."""
+    """Tokens of each expert (E,) on this rank since the last step of the optimizer, in int64."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -70,8 +72,8 @@ class Router(nn.Module):
         if torch.is_grad_enabled() and config.balance_loss:
             probs = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
             counts = torch.stack((load.float(), probs.sum(1)), 1)  # (B, 2, E); a float32 counts to 16 million exactly
-        elif torch.is_grad_enabled() and config.balance_bias_rate:
-            counts = load.float()[:, None]  # (B, 1, E)
+        elif torch.is_grad_enabled() and (self.counts_load or config.balance_bias_rate):
+            counts = load[:, None]  # (B, 1, E)
         weights = scores.gather(-1, indices)
         if config.normalize_router:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -79,10 +81,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def add_load(self, counts: Tensor) -> None:
-        """Adds the load of a micro-batch, in int64: the sign of a sum must not depend on how it is rounded."""
-        if self.config.balance_bias_rate > 0:
-            load = counts[:, 0].long().sum(0)  # (E,)
-            self.load = load if self.load is None else self.load + load
+        """Adds the load of a micro-batch, in int64: a sum over ranks must not depend on how it is rounded."""
+        load = counts[:, 0].sum(0, dtype=torch.int64)  # (E,)
+        self.load = load if self.load is None else self.load + load
 
     def reset_load(self) -> None:
         """Forgets the load, after a step of the optimizer."""
@@ -99,6 +100,7 @@ class BalanceLoss(nn.Module):
         self.config = config
         self.set_replicas(1)
         self.sequence_group: dist.ProcessGroup | None = None
+        self.terms: LossTerms | None = None
 
     def set_replicas(self, num_replicas: int) -> None:
         """Sets the number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
@@ -118,13 +120,17 @@ class BalanceLoss(nn.Module):
         config = self.config
         load, probs = counts.unbind(1)
         num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
+        num_own = num_valid  # of this rank's part of the sequence
         of_sequence = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
         if self.sequence_group is not None:
             of_sequence = compat.wait_tensor(compat.all_reduce(of_sequence, "sum", self.sequence_group))
         load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
         num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
         auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
-        weighted = auxiliary.sum() * (config.balance_loss / self.num_replicas)
+        auxiliary = auxiliary.sum()
+        if self.terms is not None:
+            self.terms.add(BALANCE_LOSS, auxiliary, num_own.sum())
+        weighted = auxiliary * (config.balance_loss / self.num_replicas)
         return loss + (weighted - weighted.detach())
 
 
@@ -181,7 +187,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the results and, where the load is balanced in training, the counts of the router."""
+        """Returns the results and, in training, if the load is balanced or counted, the counts of the router."""
         # The experts last, so that their backward pass is the first: if a block is recomputed, FSDP has gathered them by then.
         shared = None if self.shared is None else self.shared(x)
         *routes, counts = self.router(x)
@@ -202,6 +208,18 @@ class MixtureOfExperts(nn.Module):
 def routers(model: nn.Module) -> Iterator[Router]:
     """Yields the routers of a model."""
     return (cast(Router, module) for module in model.modules() if isinstance(without_owner(module), Router))
+
+
+def total_load(model_routers: Sequence[Router]) -> Tensor | None:
+    """Returns the load of routers (routers, E), in int64, or None if no forward pass has counted tokens: that of all ranks with a
+    part or a copy of their weights, by one all-reduce for each dimension of the mesh. Tensor-parallel ranks count the same tokens,
+    which multiplies the sums."""
+    loads = [router.load for router in model_routers if router.load is not None]
+    if not loads or len(loads) < len(model_routers):
+        return None
+    mesh: Any = getattr(model_routers[0].weight, "device_mesh", None)
+    groups = [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    return all_reduce_sum(torch.stack(loads), groups)
 
 
 def limit_to_groups(ranking: Tensor, config: MoeConfig) -> Tensor:

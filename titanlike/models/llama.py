@@ -119,11 +119,13 @@ class Llama(nn.Module):
 def add_counts(
     layer: nn.Module, out: Tensor | tuple[Tensor, Tensor], counts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the hidden states that a block has returned, and `counts` with what its router has counted, if it has one."""
+    """Returns the hidden states that a block has returned and, for the balance loss, `counts` with what its router has counted."""
     if not isinstance(out, tuple):
         return out, counts
     h, of_layer = out
     cast(Any, layer).feed_forward.router.add_load(of_layer)
+    if of_layer.shape[1] == 1:  # without a balance loss
+        return h, counts
     return h, of_layer if counts is None else counts + of_layer
 
 
@@ -155,7 +157,7 @@ class Block(nn.Module):
         h = h + out
         # FSDP prefetches where the backward pass reaches an output. After this copy, both outputs are before the experts: else it
         # would gather them again.
-        return h if counts is None else (h, counts.clone())
+        return h if counts is None else (h, counts.clone() if counts.requires_grad else counts)
 
 
 class Attention(nn.Module):

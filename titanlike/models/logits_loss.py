@@ -19,16 +19,20 @@ def cross_entropy_of_logits(
     z_loss: float | None,
     soft_cap: float,
     auxiliary: tuple[int, float] | None,
-) -> Tensor:
-    """Returns what `chunked_linear_cross_entropy` returns for logits (B, T, V) and labels (B, T)."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns what `chunked_linear_cross_entropy` returns for logits (B, T, V) and labels (B, T), the z-loss in it, and the
+    cross-entropy of the auxiliary sequences."""
+    arguments = vocab_group, z_loss, soft_cap
     if auxiliary is None:
-        return cross_entropy_sum(logits, labels, vocab_group, z_loss=z_loss, soft_cap=soft_cap)
+        loss, z_term = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *arguments)
+        return loss, z_term, None
     number, weight = auxiliary
-    loss, of_rest = (
-        cross_entropy_sum(logits[rows], labels[rows], vocab_group, z_loss=z_loss, soft_cap=soft_cap)
+    (loss, z_term), (of_rest, z_of_rest) = (
+        _CrossEntropy.apply(logits[rows].flatten(0, -2), labels[rows].flatten(), *arguments)
         for rows in (slice(None, -number), slice(-number, None))
     )
-    return loss + weight * (of_rest - of_rest.detach())
+    loss = loss + weight * (of_rest - of_rest.detach())
+    return loss, z_term, of_rest.detach() if z_of_rest is None else of_rest.detach() - z_of_rest
 
 
 def cross_entropy_sum(
@@ -44,7 +48,8 @@ def cross_entropy_sum(
     If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum. `z_loss` is
     the coefficient of the squared log-sum-exp of each token's logits, which is added. `soft_cap` bounds the logits; 0: no bound.
     """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss, soft_cap)
+    loss, _ = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss, soft_cap)
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -56,13 +61,15 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_group: dist.ProcessGroup | None,
         z_loss: float | None,
         soft_cap: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         gradient = logits.clone()
-        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss, soft_cap)
+        loss, z_term = cross_entropy_inplace(gradient, labels, vocab_group, z_loss, soft_cap)
         ctx.save_for_backward(gradient)
-        return loss
+        if z_term is not None:
+            ctx.mark_non_differentiable(z_term)
+        return loss, z_term
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return scaled(gradient, scale, gradient.dtype), None, None, None, None

@@ -11,7 +11,7 @@ Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.utils.compat import all_reduce
+
+if TYPE_CHECKING:
+    from titanlike.models.loss_terms import LossTerms
 
 IGNORE = -100  # label of a token that does not contribute to the loss
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
@@ -47,6 +50,7 @@ def chunked_linear_cross_entropy(
     reduction: Literal["sum", "none"] = "sum",
     bias: Tensor | None = None,
     auxiliary: tuple[int, float] | None = None,
+    terms: "LossTerms | None" = None,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T + bias`, computed for `chunk` tokens at a time.
 
@@ -68,6 +72,7 @@ def chunked_linear_cross_entropy(
         bias: added to the logits (V,), in their dtype. Default: none.
         auxiliary: the number of sequences at the end of the batch whose loss has a gradient only, and the weight of it. The result
             is the loss of the others. It does not allow a `token_loss`.
+        terms: receives the z-loss, which is part of the result, and the cross-entropy of the auxiliary sequences.
     """
     assert not (token_loss and (z_loss or auxiliary))
     if reduction == "none":
@@ -88,14 +93,18 @@ def chunked_linear_cross_entropy(
         from titanlike.models.logits_loss import cross_entropy_of_logits
 
         x = x if bias is None else x + bias.to(x.dtype)
-        return cross_entropy_of_logits(x, labels, vocab_group, coefficient, soft_cap, auxiliary)
-    num_auxiliary = auxiliary[0] * labels.shape[1] if auxiliary else 0  # tokens
-    x, labels = x.flatten(0, -2), labels.flatten()
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _ChunkedLinearCrossEntropy.apply(
-        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss,
-        bias, num_auxiliary, auxiliary[1] if auxiliary else 1.0,
-    )  # fmt: skip
+        loss, *others = cross_entropy_of_logits(x, labels, vocab_group, coefficient, soft_cap, auxiliary)
+    else:
+        num_auxiliary = auxiliary[0] * labels.shape[1] if auxiliary else 0  # tokens
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        rows = x.flatten(0, -2)
+        loss, *others = _ChunkedLinearCrossEntropy.apply(
+            rows, weight, labels.flatten(), chunk or rows.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient,
+            soft_cap, token_loss, bias, num_auxiliary, auxiliary[1] if auxiliary else 1.0,
+        )  # fmt: skip
+    if terms is not None:
+        terms.add_of_head(labels, auxiliary[0] if auxiliary else 0, *others)
+    return loss
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ class HeadLoss:
     retain_graph: bool = False
     z_loss: float = 0.0
     reduction: Literal["sum", "none"] = "sum"
+    terms: "LossTerms | None" = None
 
     def __call__(
         self,
@@ -122,7 +132,7 @@ class HeadLoss:
         return chunked_linear_cross_entropy(
             x, weight, labels, chunk=self.chunk, vocab_group=self.vocab_group, backend=self.backend, z_loss=self.z_loss,
             retain_graph=self.retain_graph, soft_cap=soft_cap, token_loss=self.token_loss, reduction=self.reduction, bias=bias,
-            auxiliary=auxiliary,
+            auxiliary=auxiliary, terms=self.terms,
         )  # fmt: skip
 
 
@@ -133,9 +143,11 @@ def cross_entropy_inplace(
     z_loss: float | None = None,
     soft_cap: float = 0.0,
     scale: Tensor | None = None,
-) -> Tensor:
-    """Returns the summed loss of logits (N, V) and overwrites them with their gradient, multiplied by `scale` (N,)."""
-    return token_losses_inplace(logits, labels, vocab_group, z_loss, soft_cap, scale).sum()
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the summed loss of logits (N, V) and the z-loss in it, and overwrites them with their gradient, multiplied by `scale`
+    (N,)."""
+    losses, z_losses = token_losses_inplace(logits, labels, vocab_group, z_loss, soft_cap, scale)
+    return losses.sum(), None if z_losses is None else z_losses.sum()
 
 
 def token_losses_inplace(
@@ -145,9 +157,9 @@ def token_losses_inplace(
     z_loss: float | None = None,
     soft_cap: float = 0.0,
     scale: Tensor | None = None,
-) -> Tensor:
-    """Returns the loss of each row of logits (N, V) as (N, 1), and overwrites them with the gradient of the sum of the losses, each
-    multiplied by its `scale` (N,)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the loss of each row of logits (N, V) as (N, 1), and the z-loss in it. Overwrites the logits with the gradient of the
+    sum of the losses, each multiplied by its `scale` (N,)."""
     out = logits
     if soft_cap:
         logits = (logits.float() / soft_cap).tanh() * soft_cap
@@ -174,11 +186,12 @@ def token_losses_inplace(
     total = probs.sum(-1, keepdim=True)
     if vocab_group is not None:
         total, label_logits = (all_reduce(term, "sum", vocab_group) for term in (total, label_logits))
-    losses = total.log() - label_logits
+    losses, z_losses = total.log() - label_logits, None
     factor: Tensor | float = 1.0  # of the probabilities, the gradient of the log-sum-exp
     if z_loss is not None:
         log_sum_exp = largest + total.log()
-        losses = losses + z_loss * log_sum_exp.square()
+        z_losses = (z_loss * log_sum_exp.square()).where(valid[:, None], 0.0)
+        losses = losses + z_losses
         factor = 1.0 + 2.0 * z_loss * log_sum_exp
     if compiling:
         probs = ((logits.float() - (largest + total.log())).exp() * factor).where(valid[:, None], 0.0)
@@ -192,7 +205,7 @@ def token_losses_inplace(
     if scale is not None:
         gradient = gradient * scale[:, None] if compiling else gradient.mul_(scale[:, None])
     out.copy_(gradient)
-    return losses.where(valid[:, None], 0.0)
+    return losses.where(valid[:, None], 0.0), z_losses
 
 
 def num_valid(labels: Tensor) -> Tensor:
@@ -252,12 +265,14 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         num_auxiliary: int,
         auxiliary_weight: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
         ctx.inplace = not (retain_graph or torch.compiler.is_compiling())
         compute_weight = weight.to(x.dtype)
         total = torch.zeros((), device=x.device)
+        z_total: Tensor | None = None  # part of it
+        auxiliary_total: Tensor | None = None
         if needs_grad:
             # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
             x_grad = torch.zeros_like(x)
@@ -276,11 +291,17 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 from titanlike.models.token_loss import loss_and_gradient
 
                 loss, logits = loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
+                z_term = None
             else:
                 inplace = compiled(cross_entropy_inplace, backend)
-                loss = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap, scale)
+                loss, z_term = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap, scale)
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
-            total = total + loss if is_main else total
+            if is_main:
+                total = total + loss
+                z_total = z_term if z_total is None or z_term is None else z_total + z_term
+            else:
+                loss = loss if z_term is None else loss - z_term
+                auxiliary_total = loss if auxiliary_total is None else auxiliary_total + loss
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
                 add_product(weight_grad, logits.t(), x[rows])
@@ -290,10 +311,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         if needs_grad:
             ctx.bias_dtype = None if bias is None else bias.dtype
             ctx.save_for_backward(x_grad, weight_grad, bias_grad)
-        return total
+        ctx.mark_non_differentiable(*(each for each in (z_total, auxiliary_total) if each is not None))
+        return total, z_total, auxiliary_total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)

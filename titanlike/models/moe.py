@@ -24,4 +24,6 @@ class MoeLlama(Llama):
 def build_feed_forward(config: MoeConfig) -> MixtureOfExperts:
     """Returns the experts of a block, with those that compute every token."""
     shared = FeedForward(config, config.num_shared_experts * config.ffn_dim) if config.num_shared_experts else None
-    return MixtureOfExperts(config, shared)
+    layer = MixtureOfExperts(config, shared)
+    layer.router.counts_load = True  # for the metrics: `Llama.run_blocks` takes the counts
+    return layer

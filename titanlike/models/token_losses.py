@@ -51,7 +51,7 @@ class _TokenLosses(torch.autograd.Function):
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = x[rows].clone() if compute_weight is None else x[rows] @ compute_weight.t()
-            found = compiled(token_losses_inplace, backend)(logits, labels[rows], vocab_group, None, soft_cap)
+            found, _ = compiled(token_losses_inplace, backend)(logits, labels[rows], vocab_group, None, soft_cap)
             losses[rows] = found[:, 0]
             del logits, found  # before those of the next chunk are allocated
         return losses

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from titanlike.distributed.collectives import all_reduce_sum
-from titanlike.models.experts import Router
+from titanlike.models.experts import Router, total_load
 from titanlike.utils import compat
 from titanlike.utils.dtensor import local_tensor
 
@@ -14,9 +13,8 @@ from titanlike.utils.dtensor import local_tensor
 class BalanceBias(torch.optim.Optimizer):
     """Decreases the bias of experts that had more tokens than the average, and increases that of the others.
 
-    The routers count the tokens since the last `zero_grad`. The step sums them over all ranks that hold a part or a copy of the
-    bias, in one all-reduce per mesh dimension for all routers. Tensor-parallel ranks count the same tokens, which multiplies the
-    sums and does not change a sign. The step does not depend on the learning rate, and there is no state.
+    The routers count the tokens since the last `zero_grad`, which the step sums over all ranks (`models.experts.total_load`). It
+    does not depend on the learning rate, and there is no state.
 
     Args:
         routers: Routers with a bias.
@@ -32,12 +30,9 @@ class BalanceBias(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Performs a single optimization step. Returns the result of `closure`, which is called first."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        loads = [router.load for router in self.routers if router.load is not None]
-        if len(loads) < len(self.routers):  # no forward pass has counted tokens
+        total = total_load(self.routers)  # (routers, E)
+        if total is None:
             return loss
-        mesh = getattr(_bias_of(self.routers[0]), "device_mesh", None)
-        groups = [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-        total = all_reduce_sum(torch.stack(loads), groups)  # (routers, E), in int64
         signs = (total * total.shape[1] - total.sum(1, keepdim=True)).sign()
         for router, sign in zip(self.routers, signs, strict=True):
             bias = _bias_of(router)

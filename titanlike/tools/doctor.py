@@ -1,6 +1,7 @@
 """Checks of this machine and its packages for training. Each check returns what it found and, if something is wrong, a remedy."""
 
 import importlib
+import math
 import platform
 import re
 import resource
@@ -23,6 +24,8 @@ MIN_PYTHON = (3, 10)
 MIN_DISK_GIB = 20
 MIN_SHARED_GIB = 1
 MIN_OPEN_FILES = 8192
+# Required packages without which a run only records less.
+FOR_METRICS = {"nvidia-ml-py": "metrics of GPUs", "psutil": "metrics of hosts"}
 EXTRAS = {
     "data": ("aiohttp", "huggingface_hub", "pyarrow", "tokenizers", "zstandard"),
     "s3": ("s3fs",),
@@ -72,7 +75,9 @@ def packages() -> Iterable[Finding]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            findings.append(Finding("missing", name, "not installed", f'pip install "{requirement}"'))
+            use = f": runs have no {FOR_METRICS[name]}" if name in FOR_METRICS else ""
+            remedy = f'pip install "{requirement}"'
+            findings.append(Finding("missing", name, f"not installed{use}", remedy, optional=bool(use)))
             continue
         if not _is_within(found[name], versions):
             text = f"{found[name]} is not a supported version"
@@ -226,6 +231,7 @@ def gpus() -> Iterable[Finding]:
         ),
         *_flash_attention(),
         *_nccl(),
+        *_nvml(),
         *_peer_access(number),
     ]
 
@@ -256,6 +262,28 @@ def _nccl() -> list[Finding]:
     if not torch.distributed.is_nccl_available():
         return [Finding("missing", "nccl", "torch is a build without NCCL", "pip install --force-reinstall torch")]
     return [Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))]
+
+
+def _nvml() -> list[Finding]:
+    """Whether runs can record utilization, temperature and throttling of the GPUs, and which of them is throttled now."""
+    import torch
+
+    from titanlike.metrics.gpu import nvml_problem, throttle_reasons
+    from titanlike.metrics.machine import BITS, open_gpu
+
+    if problem := nvml_problem():
+        remedy = "pip install nvidia-ml-py" if "package" in problem else "mount libnvidia-ml.so.1 of the driver"
+        return [Finding("warning", "nvml", f"{problem}: runs have no {FOR_METRICS['nvidia-ml-py']}", remedy)]
+    findings = []
+    for number in range(torch.cuda.device_count()):
+        if (gpu := open_gpu(torch.device("cuda", number))) is None:
+            continue
+        bits, index = gpu.read()[BITS], gpu.index
+        gpu.close()
+        if reasons := throttle_reasons(0 if math.isnan(bits) else int(bits)):
+            remedy = "check cooling and power supply"
+            findings.append(Finding("warning", "nvml", f"GPU {index} is throttled: {', '.join(reasons)}", remedy))
+    return findings or [Finding("ok", "nvml", "no GPU is throttled")]
 
 
 def _peer_access(number: int) -> list[Finding]:

@@ -1,0 +1,220 @@
+"""What a run records of its model and machines: the balance of experts and the terms of the loss, against plain loops and under
+every kind of layout, and throttled GPUs of other ranks."""
+
+import dataclasses
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests import nvml
+from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
+from tests.pool import Pool
+from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
+from titanlike.config.sections import Metrics, Parallelism
+from titanlike.metrics import Monitor, machine_records
+from titanlike.metrics.gpu import GPU
+from titanlike.metrics.model_statistics import model_statistics
+from titanlike.models.experts import routers
+from titanlike.models.loss import IGNORE
+
+Ranks = Callable[[int], Pool]
+Z_LOSS = 0.01
+TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")
+MODELS: dict[str, Any] = MOE_MODELS | {
+    "llama": LLAMA,
+    "not balanced": dataclasses.replace(MIXTRAL, balance_loss=0.0, num_experts=8),
+}
+
+# Model, layout, sections.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "HSDP": ("not balanced", dict(replicate=2, shard=2), {}),
+    "TP x FSDP": ("shared experts", dict(tensor=2, shard=2), {}),
+    "CP x TP": ("qwen3_moe", dict(context=2, tensor=2), FULL),
+    "PP zbv x TP": ("not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
+    "PP 1f1b": ("qwen3_moe", dict(pipeline=2), {}),
+    "PP zbv, a stage without experts": ("deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
+    "EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), {}),
+    "EP x FSDP, full checkpointing": ("not balanced", dict(shard=4, expert=2), FULL),
+    "MTP, CP x TP, documents": ("multi-token", dict(context=2, tensor=2), dict(data=dict(document_masks=True))),
+    "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), COMPILED | SELECTIVE),
+    "FSDP, compiled": ("not balanced", dict(shard=2), COMPILED),
+    "dense, CP x TP": ("llama", dict(context=2, tensor=2), {}),
+}
+
+# Those of the default and of the slow tests; the others run with `-m every`.
+QUICK = ("TP x FSDP", "PP zbv x TP", "MTP, CP x TP, documents")
+SLOW = ("HSDP", "EP x TP", "PP 1f1b")
+
+
+def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
+    """Trains, and returns the terms in each record of a step."""
+    train(pool, recipe)
+    lines = Path(recipe.run.dir, recipe.run.name, "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{name: record[name] for name in TERMS if name in record} for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
+def test_every_layout_records_what_one_process_records(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    model, layout, sections = CASES[case]
+    sizes = dict(steps=2, z_loss=Z_LOSS, loss_chunk=20)
+    data = {name: value for name, value in sections.items() if name == "data"}
+    one = tiny(tmp_path, "one", model=MODELS[model], training=sizes | dict(local_batch_size=8), **data)
+    expected = terms_of(ranks(1), one)
+    shape = {"shard": 1} | layout
+    size = 8 // (shape.get("replicate", 1) * shape["shard"] * shape.get("pipeline", 1) * 2)
+    several = tiny(
+        tmp_path, "several", model=MODELS[model], training=sizes | dict(local_batch_size=size),
+        parallelism=Parallelism(**shape), **sections,
+    )  # fmt: skip
+    found = terms_of(ranks(world_size(several)), several)
+    names = {"z_loss", *(("experts/max_load", "experts/entropy") if model != "llama" else ())}
+    names |= {"balance_loss"} if getattr(MODELS[model], "balance_loss", 0.0) else set()
+    names |= {"mtp_loss"} if model == "multi-token" else set()
+    assert [one.keys() for one in expected] == [one.keys() for one in found] == [names, names]
+    for step in range(2):
+        for name in names:
+            # Sums of integers are equal; others are rounded in another order.
+            tolerance = 0.0 if name.startswith("experts/") else 1e-5
+            assert found[step][name] == pytest.approx(expected[step][name], rel=tolerance, abs=0), (step, name)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum").item()
+
+
+def _counted_by_hand(folder: Path, checkpointed: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the statistics of a step of two micro-batches, and those of plain loops over tokens and experts."""
+    config = MULTI_TOKEN
+    sections = FULL if checkpointed else {}
+    recipe = tiny(folder, "run", model=config, training=dict(z_loss=Z_LOSS, loss_chunk=7), **sections)
+    model: Any
+    model, _ = build(recipe)
+    found = model_statistics(model, torch.device("cpu"))
+    assert found is not None
+    chosen: dict[int, list[list[int]]] = {}  # experts of each token, by router
+    probs: dict[int, list[torch.Tensor]] = {}
+    heads: list[tuple[torch.Tensor, torch.Tensor]] = []
+    recomputes = False
+    for number, router in enumerate(routers(model)):
+
+        def seen(router: Any, inputs: Any, routes: Any, number: int = number) -> None:
+            if recomputes:
+                return
+            chosen.setdefault(number, []).extend(routes.indices.flatten(0, 1).tolist())
+            with torch.no_grad():
+                scores = (inputs[0].float() @ router.weight.T).sigmoid()
+                probs.setdefault(number, []).append((scores / scores.sum(-1, keepdim=True)).flatten(0, 1))
+
+        router.register_forward_hook(seen)
+    model.output.register_forward_pre_hook(lambda _, inputs: heads.append((inputs[0].detach(), inputs[1])))
+    generator = torch.Generator().manual_seed(3)
+    number, batches = 0, []
+    for _ in range(2):
+        tokens = torch.randint(320, (2, 32), generator=generator)
+        labels = tokens.roll(-1, 1)
+        labels[0, 9:17] = IGNORE
+        following = torch.stack([tokens.roll(-n, 1) for n in (1, 2)], -1)
+        next_labels = torch.stack([tokens.roll(-n, 1) for n in (2, 3)], -1)
+        next_labels[1, 20:] = IGNORE
+        batches.append(labels)
+        number += int((labels != IGNORE).sum())
+        loss = model(tokens, labels=labels, next_tokens=following, next_labels=next_labels)
+        recomputes = True
+        loss.backward()
+        recomputes = False
+    measured = {name: value.item() for name, value in found.measure().items()}
+    found.reset()
+    assert all(router.load is None for router in routers(model)) and found.terms.sums is None
+
+    expected = dict.fromkeys(TERMS, 0.0)
+    for x, labels in heads:
+        logits = x @ model.output.weight.T
+        squares = logits[:2].logsumexp(-1).square()[labels[:2] != IGNORE]
+        expected["z_loss"] += Z_LOSS * squares.sum().item() / number
+        expected["mtp_loss"] += cross_entropy(logits[2:], labels[2:]) / 2 / number
+    loads = []
+    for tokens_of_router in chosen.values():
+        loads.append([sum(expert in token for token in tokens_of_router) for expert in range(8)])
+    total = 2 * 2 * 32 * 3
+    assert all(sum(load) == total for load in loads)
+    expected["experts/max_load"] = max(max(load) * 8 / total for load in loads)
+    entropies = [-sum(n / total * math.log(n / total) for n in load if n) / math.log(8) for load in loads]
+    expected["experts/entropy"] = min(entropies)
+    for sequence in range(4):  # of all micro-batches
+        labels = batches[sequence // 2][sequence % 2]
+        rows = range(32 * sequence, 32 * sequence + 32)
+        balance, num_routed = 0.0, 32 * len(chosen)
+        for expert in range(8):
+            f = sum(expert in chosen[number][token] for number in chosen for token in rows) / num_routed
+            flat = [torch.cat(each) for each in probs.values()]
+            p = sum(each[token, expert].item() for each in flat for token in rows) / num_routed
+            balance += 8 * f * p
+        expected["balance_loss"] += balance * int((labels != IGNORE).sum()) / number
+    return measured, expected
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_statistics_equal_plain_loops(ranks: Ranks, tmp_path: Path, checkpointed: bool) -> None:
+    [(found, expected)] = ranks(1).run(_counted_by_hand, tmp_path, checkpointed)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+    assert 1 < found["experts/max_load"] <= 8 and 0 < found["experts/entropy"] < 1
+
+
+def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_path: Path) -> None:
+    """A record each two steps has the same values as one each step."""
+    training = dict(steps=4, local_batch_size=8)
+    each, second = (
+        terms_of(ranks(1), tiny(tmp_path, f"every-{n}", model=QWEN3_MOE, training=training, metrics=dict(interval=n)))
+        for n in (1, 2)
+    )
+    assert second == [each[0], each[1], each[3]]
+
+
+def _throttled(folder: Path, library: Path, text: str) -> list[str]:
+    rank = dist.get_rank()
+    file = folder / f"values-{rank}"
+    nvml.plant(file, utilization=90 - rank, temperature=70 + rank)
+    nvml.use(library, file)
+    real = machine_records.open_gpu
+    machine_records.open_gpu = lambda device: GPU(nvml.ADDRESS)  # type: ignore[assignment]
+    printed: list[str] = []
+    try:
+        monitor = Monitor(
+            folder=folder if rank == 0 else None, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=3,
+            num_tokens=lambda step: step, flops_per_token=1, section=Metrics(interval=1, trackers=()), recipe={},
+        )  # fmt: skip
+        assert monitor._machines is not None
+        monitor.print = lambda line: printed.append(line)  # type: ignore[method-assign,assignment]
+        with monitor:
+            for step in range(1, 4):
+                if step == 2 and rank == 1:
+                    nvml.plant(file, utilization=30, temperature=71, reasons=0x8 | 0x40)
+                monitor._machines._sampler.sample()  # the thread's next one is seconds away
+                monitor.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=0.1)
+    finally:
+        machine_records.open_gpu = real
+        nvml.forget()
+    return [line for line in printed if line and text in line]
+
+
+def test_rank_0_names_the_throttled_gpu_of_another_rank(ranks: Ranks, tmp_path: Path) -> None:
+    library = nvml.build(tmp_path)
+    printed, _ = ranks(2).run(_throttled, tmp_path, library, "throttled")
+    name = f"rank 1 (host {socket.gethostname()}, GPU 5)"
+    assert printed == [f"warning: the GPU of {name} is throttled: hardware thermal slowdown"]
+    first, _, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["gpu/num_throttled"], last["gpu/num_throttled"]) == (0, 1)
+    assert last["gpu/min_utilization"] == pytest.approx(0.3)
+    assert (last["gpu/min_utilization_rank"], last["gpu/max_temperature_celsius_rank"]) == (1, 1)
+    assert last["gpu/temperature_celsius"] == 70.5
