@@ -26,7 +26,7 @@ from titanlike.utils.files import atomic_write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-TRAIN, VALIDATION = "train", "validation"
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
 NUM_SAMPLES, SAMPLE_SIZE = 128, 512  # blocks of a split that its fingerprint covers, and tokens or documents in a block
 DAMAGED = "copy it again, or prepare the data again"
 
