@@ -64,7 +64,7 @@ def find_keys(unit: WorkUnit, job: Job, report: ReportProgress) -> None:
                 shingles = shingles_of(filtered.words)
                 [filled] = np.nonzero(np.diff(shingles.ends, prepend=0))
                 bands.append(band_keys(signatures_of(shingles)[filled]))
-                of_bands.append(np.array(positions)[filled])
+                of_bands.append(np.array(positions, np.int64)[filled])
             read = min(sum(candidate.document.size for candidate in group), unread)
             unread -= read
             report(read, 0)
@@ -78,7 +78,8 @@ def _write(
 ) -> None:
     folder, codes = job.stages, np.frombuffer(verdicts, np.uint8)
     parents: Parents = np.arange(len(codes), dtype=np.uint32)
-    documents, exact = (np.array(values, kind) for values, kind in zip(keys, (np.int64, np.uint64), strict=True))
+    documents: Numbers = np.array(keys[0], np.int64)
+    exact: Hashes = np.array(keys[1], np.uint64)
     first, copies = equal_neighbors(exact, documents)
     codes[copies] = CODES["exact_duplicates"]
     link(parents, first, copies)
@@ -143,7 +144,7 @@ def merge_keys(job: Job, num_units: int) -> Merged:
         verdicts[of_unit] = np.fromfile(folder / VERDICTS.format(unit), np.uint8)
     for name in [EXACT, BANDS] if quality.finds_near_duplicates else [EXACT]:
         paths = [folder / name.format(unit) for unit in units if (folder / name.format(unit)).exists()]
-        starts = np.array([offsets[unit] for unit in units if (folder / name.format(unit)).exists()])
+        starts = np.array([offsets[unit] for unit in units if (folder / name.format(unit)).exists()], np.int64)
         for part in merge(paths):
             first, second = equal_neighbors(part.keys, starts[part.files] + part.numbers)
             link(parents, first, second)

@@ -26,8 +26,8 @@ def compress(parents: Parents) -> None:
 
 
 def equal_neighbors(keys: Hashes, documents: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns the pairs of documents that share a key: each with the next one, in the order of the documents."""
-    order = np.lexsort((documents, keys))
+    """Returns the pairs of documents that share a key: each with the next one. Those with the same key must ascend."""
+    order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     same = keys[1:] == keys[:-1]
     return documents[:-1][same], documents[1:][same]

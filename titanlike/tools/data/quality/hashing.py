@@ -70,7 +70,8 @@ def _tables() -> _Tables:
     lines[list(b" \t\r\v\f\n")] = 0
     base = 0x9E3779B97F4A7C15
     powers, inverse = (
-        np.cumprod(np.array([1] + [factor] * (2 * PIECE), np.uint64)) for factor in (base, pow(base, -1, 2**64))
+        np.cumprod(np.array([1] + [factor] * (2 * PIECE), np.uint64), dtype=np.uint64)
+        for factor in (base, pow(base, -1, 2**64))
     )
     return _Tables(bytes(classes), words, lines, powers, inverse)
 
@@ -115,7 +116,7 @@ def words_of(contents: Sequence[bytes]) -> Words:
     """
     of_texts = [pieces(content) for content in contents]
     flat = [piece for of_text in of_texts for piece in of_text]
-    found = [_hash_words(flat[group]) for group in groups(map(len, flat))]
+    found = [_hash_words(flat[group]) for group in groups(len(piece) + 1 for piece in flat)]
     hashes = np.concatenate([words.hashes for words in found])
     before = np.cumsum([0] + [len(words.hashes) for words in found])
     ends = np.concatenate([words.ends + start for words, start in zip(found, before[:-1], strict=True)])

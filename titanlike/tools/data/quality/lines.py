@@ -54,11 +54,13 @@ def merge_lines(job: Job, units: Sequence[int]) -> None:
         return
     with atomic_writer(path) as file:
         for part in merge([job.stages / COUNTED.format(unit) for unit in units]):
+            if not len(part.keys):
+                continue
             order = np.argsort(part.keys, kind="stable")
-            keys, counts = part.keys[order], part.numbers[order]
-            starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else []
-            totals = np.add.reduceat(counts.astype(np.int64), starts) if len(keys) else counts
-            write_all(file, keys[starts][totals >= job.quality.repeated_lines].tobytes() if len(keys) else b"")
+            keys, counts = part.keys[order], part.numbers[order].astype(np.int64)
+            starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+            is_repeated = np.add.reduceat(counts, starts) >= job.quality.repeated_lines
+            write_all(file, keys[starts][is_repeated].tobytes())
     fsync_directory(job.stages)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from titanlike.tools.data.quality.hashing import Hashes
 from titanlike.utils.files import atomic_writer, write_all
 
-MAX_RECORDS = 2**22  # of a part: about 200 MiB while it is merged
+MAX_RECORDS = 2**21  # of a part: about 100 MiB while it is merged
 
 
 class Part(NamedTuple):
@@ -42,27 +42,25 @@ def is_complete(path: Path) -> bool:
         return False
 
 
-def merge(paths: Sequence[Path], max_records: int = MAX_RECORDS) -> Iterator[Part]:
+def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[Part]:
     """Yields the records of all files by ranges of keys, in ascending order of the ranges."""
     counts = [(path.stat().st_size - 8) // 12 for path in paths]
-    num_parts = max(1, -(-sum(counts) // max_records))
+    num_parts = max(1, -(-sum(counts) // (max_records or MAX_RECORDS)))
     positions = [0] * len(paths)
-    for number in range(1, num_parts + 1):
+    for number in range(1, num_parts + 1 if paths else 0):
         stop = None if number == num_parts else np.uint64(2**64 * number // num_parts)
-        found: list[tuple[Hashes, npt.NDArray[np.uint32]]] = []
-        for index, (path, count) in enumerate(zip(paths, counts, strict=True)):
-            begin = positions[index]
-            if not count or begin == count:
-                found.append((np.empty(0, np.uint64), np.empty(0, np.uint32)))
-                continue
-            keys = np.memmap(path, "<u8", "r", 8, (count,))
-            end = count if stop is None else int(np.searchsorted(keys, stop))
-            numbers = np.memmap(path, "<u4", "r", 8 + 8 * count, (count,))
-            found.append((np.array(keys[begin:end]), np.array(numbers[begin:end])))
-            positions[index] = end
-        files = np.repeat(np.arange(len(paths), dtype=np.int32), [len(keys) for keys, _ in found])
-        yield (
-            Part(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)), files)
-            if found
-            else Part(np.empty(0, np.uint64), np.empty(0, np.uint32), files)
-        )
+        found = [_read(*each, stop) for each in zip(paths, counts, positions, strict=True)]
+        keys, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        sizes = [len(keys) for keys, _ in found]
+        positions = [begin + size for begin, size in zip(positions, sizes, strict=True)]
+        yield Part(keys, numbers, np.repeat(np.arange(len(paths), dtype=np.int32), sizes))
+
+
+def _read(path: Path, count: int, begin: int, stop: np.uint64 | None) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+    """Returns the records of a file from an index on, up to a key."""
+    if begin == count:
+        return np.empty(0, np.uint64), np.empty(0, np.uint32)
+    keys = np.memmap(path, "<u8", "r", 8, (count,))
+    end = count if stop is None else int(np.searchsorted(keys, stop))
+    numbers = np.memmap(path, "<u4", "r", 8 + 8 * count, (count,))
+    return np.array(keys[begin:end]), np.array(numbers[begin:end])
