@@ -1,13 +1,13 @@
 """Measures the stages of `titanlike data prepare` that select documents: what they find and miss, their time and their memory.
 
     python -m benchmarks.data_quality --gb 10 --peer-python PYTHON --out benchmarks/results/data_quality.json
-    python -m benchmarks.data_quality --table benchmarks/results/data_quality.json           the tables of the documentation
+    python -m benchmarks.data_quality --table benchmarks/results/data_quality.json     the tables of the documentation
 
-The corpus is that of `benchmarks/quality_corpus.py`, and the tokenizer `bytes`, so that documents are compared as text. All stages run on
-the complete corpus and on a tenth of it, with a limit of `LIMIT` bytes per process (RLIMIT_DATA); peak memory is the sum of the peak
-resident sizes (VmHWM) of all processes. The tenth is prepared again with other numbers of workers and with kills. With
-`--peer-python`, an environment with datatrove and datasketch, both remove the near duplicates of the first files, and datasketch estimates
-similarities of the same sets of shingles.
+The corpus is that of `benchmarks/quality_corpus.py`, and the tokenizer `bytes`, so that documents are compared as text. All stages
+run on the complete corpus and on a tenth of it, with a limit of `LIMIT` bytes per process (RLIMIT_DATA); peak memory is the sum of
+the peak resident sizes (VmHWM) of all processes. The tenth is prepared again with other numbers of workers and with kills. With
+`--peer-python`, an environment with datatrove and datasketch, datatrove and titanlike remove the near duplicates of the first files,
+and datasketch estimates similarities of the same sets of shingles.
 """
 
 import argparse

@@ -149,9 +149,9 @@ class BestFitDataset:
         loss_mask = np.zeros(len(tokens), bool)
         loss_mask[places] = True if not self.tokens.has_prompts else self.tokens.loss_mask_of_pieces(starts, lengths)
         loss_mask[firsts[self.continues[pieces]]] = False
-        document_ids = None
-        if self.separate:
-            document_ids = np.repeat(counts, width)  # of the padding
-            document_ids[places] = np.repeat(numbers, lengths)
-            document_ids = document_ids.reshape(-1, width)
-        return Sequences(tokens.reshape(-1, width), loss_mask.reshape(-1, width), document_ids)
+        sequences = Sequences(tokens.reshape(-1, width), loss_mask.reshape(-1, width))
+        if not self.separate:
+            return sequences
+        document_ids = np.repeat(counts, width)  # of the padding
+        document_ids[places] = np.repeat(numbers, lengths)
+        return sequences._replace(document_ids=document_ids.reshape(-1, width))
