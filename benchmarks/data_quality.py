@@ -4,10 +4,10 @@
     python -m benchmarks.data_quality --table benchmarks/results/data_quality.json     the tables of the documentation
 
 The corpus is that of `benchmarks/quality_corpus.py`, and the tokenizer `bytes`, so that documents are compared as text. All stages
-run on the complete corpus and on a tenth of it, with a limit of `LIMIT` bytes per process (RLIMIT_DATA); peak memory is the sum of
-the peak resident sizes (VmHWM) of all processes. The tenth is prepared again with other numbers of workers and with kills. With
-`--peer-python`, an environment with datatrove and datasketch, datatrove and titanlike remove the near duplicates of the first files,
-and datasketch estimates similarities of the same sets of shingles.
+run on the complete corpus and on a tenth of it, with a limit of `LIMIT` bytes per process (RLIMIT_DATA). Peak memory is the largest
+sum of the resident sizes of all processes, sampled ten times a second. The first file is prepared again with other numbers of workers
+and with kills. With `--peer-python`, an environment with datatrove and datasketch, datatrove and titanlike remove the near duplicates
+of the first files, and datasketch estimates similarities of the same sets of shingles.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import quality_corpus, quality_texts
-from benchmarks.data_prepare import peaks
+from benchmarks.data_prepare import children
 from benchmarks.figures import cpu_name
 from titanlike.data.tokens.shards import read_manifest
 from titanlike.tools.data.quality.hashing import shingles_of, words_of
@@ -72,7 +72,7 @@ def prepare(inputs: Sequence[Path], out: Path, *options: str, workers: int) -> d
     """Prepares a folder. Returns the seconds, of each pass too, and the peak memory."""
     before, begin = cpu_seconds(), time.time()
     process = start(inputs, out, *options, workers=workers)
-    memory = peaks(process)
+    memory = peak_memory(process)
     end = time.time()
     assert process.stdout
     times = json.loads(process.stdout.read().decode().splitlines()[-1])
@@ -87,6 +87,28 @@ def prepare(inputs: Sequence[Path], out: Path, *options: str, workers: int) -> d
         "bytes": size, "seconds": end - begin, "cpu_seconds": cpu_seconds() - before, "seconds_of_passes": seconds,
         "seconds_per_gb": (end - begin) / size * 1e9, "memory": memory,
     }  # fmt: skip
+
+
+def peak_memory(process: "subprocess.Popen[bytes]") -> dict[str, float]:
+    """Waits for a command. Returns the peak memory of its processes in MiB: of all at one time, and of the largest."""
+    together = largest = 0
+    while process.poll() is None:
+        found = [resident(pid) for pid in [process.pid, *children(process.pid)]]
+        together = max(together, sum(now for now, _ in found))
+        largest = max(largest, *(peak for _, peak in found))
+        time.sleep(0.1)
+    assert process.returncode == 0
+    return {"all_mib": together / 1024, "largest_mib": largest / 1024}
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Returns the resident size of a process in KiB, and its peak."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    values = {line.split()[0]: line.split()[1] for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
+    return int(values.get("VmRSS:", 0)), int(values.get("VmHWM:", 0))
 
 
 def cpu_seconds() -> float:
@@ -106,37 +128,44 @@ def kept_hashes(out: Path) -> Iterator[int]:
 
 
 def evaluate(files: Sequence[Path], kept: Iterator[int]) -> dict[str, Any]:
-    """Compares the documents that were kept with the truth."""
+    """Compares the documents that were kept with the truth. Which document of a cluster of copies is kept makes no difference."""
     rest = Counter(kept)
-    documents, removed = Counter[str](), Counter[str]()
-    sizes, bins = Counter[str](), defaultdict[float, list[int]](lambda: [0, 0])
-    truths = list(quality_corpus.read_truths(files))
-    for truth in truths:
+    documents, removed, sizes = Counter[str](), Counter[str](), Counter[str]()
+    bins = defaultdict[float, list[int]](lambda: [0, 0])
+    lost = set[int]()  # clusters whose original was removed
+    for truth in quality_corpus.read_truths(files):
         documents[truth.kind] += 1
         sizes[truth.kind] += truth.num_bytes
         found = not rest[truth.hash]
         if not found:
             rest[truth.hash] -= 1
+        if truth.kind == "fresh" and found:
+            lost.add(truth.cluster)
+        elif truth.kind in ("exact", "near") and not found and truth.cluster in lost:
+            lost.remove(truth.cluster)
+            removed["fresh"] -= 1
+            found = True
         removed[truth.kind] += found
         if truth.kind == "near":
             counts = bins[max(each for each in BINS if each <= truth.similarity)]
             counts[0] += 1
             counts[1] += found
-    planted = [kind for kind in documents if kind not in FALSE and kind != "near"]
+    copies = [kind for kind in documents if kind not in FALSE and kind != "near"]
     similar = [sum(counts[i] for start, counts in bins.items() if start >= 0.8) for i in (0, 1)]
-    true = sum(removed[kind] for kind in documents if kind not in FALSE)
+    wrong, right = (
+        sum(removed[kind] for kind in documents if (kind in FALSE) == is_wrong) for is_wrong in (True, False)
+    )
     return {
         "documents": dict(documents),
         "bytes_of_kinds": dict(sizes),
         "removed": dict(removed),
         "near_copies": [
-            {"similarity": start, "planted": planted, "removed": found}
-            for start, (planted, found) in sorted(bins.items())
+            {"similarity": low, "planted": planted, "removed": found} for low, (planted, found) in sorted(bins.items())
         ],
         "recall_near_from_0.8": similar[1] / max(similar[0], 1),
-        "recall_others": {kind: removed[kind] / documents[kind] for kind in planted},
-        "wrongly_removed": sum(removed[kind] for kind in FALSE),
-        "precision": true / max(true + sum(removed[kind] for kind in FALSE), 1),
+        "recall_others": {kind: removed[kind] / documents[kind] for kind in copies},
+        "wrongly_removed": wrong,
+        "precision": right / max(right + wrong, 1),
         "unknown_texts": sum(rest.values()),  # documents of the output that are no clean document of the corpus
     }
 
@@ -163,6 +192,23 @@ def prepare_with_kills(inputs: Sequence[Path], out: Path, interval: float) -> in
         assert process.returncode == 0
         return kills
     raise AssertionError
+
+
+def check_same_bytes(inputs: Sequence[Path], out: Path) -> dict[str, bool]:
+    """Prepares the same files with several numbers of workers and with kills. Returns whether all files are the same as with two
+    workers."""
+    seconds = prepare(inputs, out, *STAGES, workers=2)["seconds"]
+    expected = content_hash(out)
+    shutil.rmtree(out)
+    same = {}
+    for workers in (1, 3):
+        prepare(inputs, out, *STAGES, workers=workers)
+        same[f"{workers} workers"] = content_hash(out) == expected
+        shutil.rmtree(out)
+    kills = prepare_with_kills(inputs, out, seconds / 5)
+    same[f"{kills} kills"] = content_hash(out) == expected
+    shutil.rmtree(out)
+    return same
 
 
 def estimates(folder: Path, peer: str) -> dict[str, Any]:
@@ -263,7 +309,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--peer-python", default="", help="an interpreter with datatrove and datasketch")
-    parser.add_argument("--peer-files", type=int, default=1, help="files of 250 MB that datatrove reads")
+    parser.add_argument("--peer-files", type=int, default=2, help="files of 250 MB that datatrove reads")
     arguments = parser.parse_args()
     if arguments.table:
         print(table(json.loads(arguments.table.read_text())))
@@ -290,6 +336,18 @@ def main() -> None:
     try:
         files = quality_corpus.write_corpus(folder / "corpus", int(arguments.gb * 1e9), arguments.workers)
         tenth = files[: max(1, len(files) // 10)]
+        out = folder / "out"
+        save()
+        result["without_stages"] = prepare(tenth, out, workers=arguments.workers)
+        shutil.rmtree(out)
+        for name, part in (("tenth", tenth), ("all", files)):
+            measured = prepare(part, out, *STAGES, workers=arguments.workers)
+            report = read_report(str(out))
+            assert report
+            result[name] = measured | {"found": evaluate(part, kept_hashes(out)), "duplicates": report["duplicates"]}
+            shutil.rmtree(out)
+            save()
+        result["same_bytes"] = check_same_bytes(files[:1], out)
         save()
         if arguments.peer_python:
             result["estimates"] = estimates(folder, arguments.peer_python)
@@ -297,29 +355,6 @@ def main() -> None:
                 files[: arguments.peer_files], folder, arguments.peer_python, arguments.workers
             )
             save()
-        for name, part in (("tenth", tenth), ("all", files)):
-            out = folder / "out"
-            measured = prepare(part, out, *STAGES, workers=arguments.workers)
-            report = read_report(str(out))
-            assert report
-            result[name] = measured | {"found": evaluate(part, kept_hashes(out)), "duplicates": report["duplicates"]}
-            if name == "tenth":
-                expected = content_hash(out)
-            shutil.rmtree(out)
-            save()
-            if name == "tenth":
-                result["without_stages"] = prepare(part, out, workers=arguments.workers)
-                shutil.rmtree(out)
-                same = {}
-                for workers in (1, 3):
-                    prepare(part, out, *STAGES, workers=workers)
-                    same[f"{workers} workers"] = content_hash(out) == expected
-                    shutil.rmtree(out)
-                kills = prepare_with_kills(part, out, measured["seconds"] / 6)
-                same[f"{kills} kills"] = content_hash(out) == expected
-                shutil.rmtree(out)
-                result["same_bytes"] = same
-                save()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result["load_after"] = os.getloadavg()
@@ -339,12 +374,15 @@ def table(result: dict[str, Any]) -> str:
         label = f"near copies, similarity {row['similarity']:.2f} to {following['similarity']:.2f}"
         lines.append(f"| {label} | {row['planted']:,} | {row['removed']:,} | {row['removed'] / row['planted']:.3f} |")
     lines += ["", f"precision {found['precision']:.6f}, {found['wrongly_removed']} documents wrongly removed", ""]
-    lines += ["| Text | Seconds | per GB | of the passes | Peak of all processes |", "|---|---|---|---|---|"]
+    lines += [
+        "| Text | Seconds | CPU seconds per GB | Seconds of the passes | Peak of all processes |",
+        "|---|---|---|---|---|",
+    ]
     for name in ("without_stages", "tenth", "all"):
         row = result[name]
         passes = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in row["seconds_of_passes"].items())
         lines.append(
-            f"| {row['bytes'] / 1e9:.1f} GB | {row['seconds']:,.0f} | {row['seconds_per_gb']:.0f} | {passes} | "
+            f"| {row['bytes'] / 1e9:.1f} GB | {row['seconds']:,.0f} | {row['cpu_seconds'] / row['bytes'] * 1e9:.0f} | {passes} | "
             f"{row['memory']['all_mib']:,.0f} MiB |"
         )
     if "peer" in result:

@@ -22,7 +22,7 @@ SHINGLE = 5
 # Kind of a document, with its share. The others are fresh.
 SHARES = {"exact": 0.05, "near": 0.06, "related": 0.02, "length": 0.01, "symbols": 0.01, "lines": 0.01, "words": 0.01}
 KINDS = ["fresh", *SHARES, "menu"]  # "menu": fresh, and mostly boilerplate lines
-RECORD = struct.Struct("<QBfI")  # hash of the clean text, kind, Jaccard similarity to the original, bytes
+RECORD = struct.Struct("<QBfIQ")  # the fields of `Truth`
 MENU_SHARE, MENU_LINES, MENU_DOMINATED = 0.25, 40, 0.005
 
 
@@ -33,6 +33,7 @@ class Truth(NamedTuple):
     kind: str
     similarity: float  # exact Jaccard similarity of its shingles to those of the original
     num_bytes: int
+    cluster: int  # number of the document that it is a copy of, or its own
 
 
 @cache
@@ -103,16 +104,20 @@ def similarity(first: Sequence[str], second: Sequence[str]) -> float:
     return len(one & two) / len(one | two)
 
 
-def original_of(rng: np.random.Generator, file: int, index: int) -> list[str]:
-    """Returns the words of a fresh document before this one: of the same file, or, one time in four, of an earlier file."""
+def original_of(rng: np.random.Generator, file: int, index: int) -> tuple[int, int] | None:
+    """Draws a fresh document before this one: of the same file, or, one time in four, of an earlier file. None: there is none."""
+    if file == 0 and index < 20:
+        return None
     while True:
-        source = int(rng.integers(0, file)) if file and rng.random() < 0.25 else file
-        number = int(rng.integers(0, index if source == file else 10_000)) if index or source != file else 0
-        other = generator_of(source, number)
-        if kind_of(other) == "fresh":
-            return fresh_words(other)
-        if file == 0 and index < 20:
-            return []
+        source = int(rng.integers(0, file)) if file and (not index or rng.random() < 0.25) else file
+        number = int(rng.integers(0, index if source == file else 10_000))
+        if kind_of(generator_of(source, number)) == "fresh":
+            return source, number
+
+
+def words_of_text(text: str) -> list[str]:
+    """Returns the words of a text, as titanlike and datatrove see them."""
+    return text.lower().replace("|", " ").replace(".", " ").split()
 
 
 def edited(rng: np.random.Generator, words: list[str]) -> list[str]:
@@ -136,21 +141,26 @@ def document(file: int, index: int) -> tuple[str, Truth]:
     rng = generator_of(file, index)
     kind, likeness = kind_of(rng), 0.0
     words: list[str] = []
+    cluster, original = (file, index), None
     if kind in ("exact", "near", "related"):
         original = original_of(rng, file, index)
-        if not original:
+        if original is None:
             kind = "fresh"
-        elif kind == "exact":
-            words, likeness = original, 1.0
-        elif kind == "near":
-            words = edited(rng, original)
-            likeness = similarity(original, words)
+            rng = generator_of(file, index)
+            kind_of(rng)
+    if original:
+        shown, truth = document(*original)
+        if kind == "exact":
+            return shown, truth._replace(kind="exact", similarity=1.0)
+        copied = generator_of(*original)
+        kind_of(copied)
+        words = fresh_words(copied)
+        if kind == "near":
+            words, cluster = edited(rng, words), original
         else:  # shares a third of its text with another document, which does not make it a copy
-            words = [*original[: len(original) // 2], *draw(rng, len(original) // 2 + 1)]
-            likeness = similarity(original, words)
+            words = [*words[: len(words) // 2], *draw(rng, len(words) // 2 + 1)]
+        likeness = similarity(words_of_text(shown), words)
     if kind == "fresh":
-        rng = generator_of(file, index)
-        kind_of(rng)
         words = fresh_words(rng)
     text = text_of(words)
     if kind == "length":
@@ -171,7 +181,8 @@ def document(file: int, index: int) -> tuple[str, Truth]:
         first, last = rng.integers(0, MENU_LINES, 2)
         shown = f"{menus()[first]}\n{text}\n{menus()[last]}"
         clean = f"{text}\n"
-    return shown, Truth(hash_of(clean.encode()), kind, likeness, len(shown.encode()))
+    number = cluster[0] << 32 | cluster[1]
+    return shown, Truth(hash_of(clean.encode()), kind, likeness, len(shown.encode()), number)
 
 
 def hash_of(content: bytes) -> int:
@@ -186,7 +197,7 @@ def write_file(folder: Path, file: int) -> int:
         while size < FILE_BYTES:
             text, truth = document(file, index)
             size += stream.write(json.dumps({"text": text, "id": f"{file}-{index}"}) + "\n")
-            truths.write(RECORD.pack(truth.hash, KINDS.index(truth.kind), truth.similarity, truth.num_bytes))
+            truths.write(RECORD.pack(*truth._replace(kind=KINDS.index(truth.kind))))  # type: ignore[arg-type]
             index += 1
     return size
 
@@ -203,5 +214,5 @@ def write_corpus(folder: Path, num_bytes: int, processes: int) -> list[Path]:
 def read_truths(files: Sequence[Path]) -> Iterator[Truth]:
     """Yields the truth about each document, in order."""
     for file in files:
-        for value, kind, likeness, size in RECORD.iter_unpack(file.with_suffix(".truth").read_bytes()):
-            yield Truth(value, KINDS[kind], likeness, size)
+        for value, kind, *others in RECORD.iter_unpack(file.with_suffix(".truth").read_bytes()):
+            yield Truth(value, KINDS[kind], *others)

@@ -68,16 +68,24 @@ def test_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, pieces(content))) <= 64
 
 
-def test_lines_of_a_text() -> None:
-    content = b"  hello world\t\n\nshort\nhello  world\nhello world\r\n" + "grüße an alle".encode()
-    lines = lines_of(content)
-    assert [content[start:end].decode().strip() for start, end in zip(lines.starts, lines.ends, strict=True)] == [
-        "hello world", "hello  world", "hello world", "grüße an alle"
-    ]  # fmt: skip
-    assert lines.hashes[0] == lines.hashes[2] != lines.hashes[1]
-    assert lines.sizes.tolist() == [11, 12, 11, 15]
-    for empty in (b"", b"\n \n", b"\n"):
-        assert not len(lines_of(empty).hashes)
+def test_lines_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"  hello world\t\n\nshort\nhello  world\nhello world\r\n" + "grüße an alle".encode()
+    contents = [text, b"", b"hello world\n", b"\n \n", text * 3]
+    expected = ["hello world", "hello  world", "hello world", "grüße an alle"]
+    for piece in (hashing.PIECE, 64):
+        monkeypatch.setattr(hashing, "PIECE", piece)
+        lines = lines_of(contents)
+        found = [
+            contents[number][start:end].decode().strip()
+            for number, start, end in zip(lines.texts, lines.starts, lines.ends, strict=True)
+        ]
+        joined = ["grüße an alle  hello world"]  # between two copies of the text, which ends without a line break
+        assert found == [*expected, "hello world", *expected[:3], *joined, *expected[1:3], *joined, *expected[1:]]
+        assert lines.texts.tolist() == [0] * 4 + [2] + [4] * 10
+        assert len(set(zip(lines.hashes.tolist(), found, strict=True))) == 4
+        assert len(set(lines.hashes.tolist())) == 4
+        assert lines.sizes.tolist() == [len(each.encode()) for each in found]
+    assert not len(lines_of([b"", b"\n"]).hashes)
 
 
 def test_signatures_estimate_the_similarity() -> None:

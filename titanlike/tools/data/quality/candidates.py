@@ -141,12 +141,12 @@ def survivors(
     verdicts: Verdicts | None,
     tallies: Tallies,
     bad: OnBadRecord | None,
-) -> Iterator[tuple[Candidate, str]]:
-    """Yields the documents of a span with the reason for which each is removed, "" for those that are kept. That is decided here,
-    unless an earlier stage has written its verdicts."""
+) -> Iterator[list[tuple[Candidate, str]]]:
+    """Yields the documents of a span in groups, with the reason for which each is removed, "" for those that are kept. That is
+    decided here, unless an earlier stage has written its verdicts."""
     for group in grouped(read_candidates(span, job, first, bad)):
         if verdicts is None:
-            yield from zip(group, filter_group(group, unit, job.quality, tallies).reasons, strict=True)
+            yield list(zip(group, filter_group(group, unit, job.quality, tallies).reasons, strict=True))
             continue
         for candidate in group:
             code = int(verdicts[candidate.position])
@@ -156,7 +156,7 @@ def survivors(
                     f"{candidate.where}: --filter {job.quality.own.name} kept this document first and now removes it; "
                     "its result must depend on its argument only"
                 )
-            yield candidate, REASON_OF[code] if code else ""
+        yield [(each, REASON_OF.get(int(verdicts[each.position]), "")) for each in group]
 
 
 def _folded(candidate: Candidate) -> bytes:

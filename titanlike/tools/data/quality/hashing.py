@@ -101,9 +101,8 @@ def pieces(content: bytes) -> list[bytes]:
         return [content]
     found, start = [], 0
     while len(content) - start > PIECE:
-        middle = start + PIECE // 2
-        end = max(content.rfind(b"\n", middle, start + PIECE), content.rfind(b" ", middle, start + PIECE)) + 1
-        end = end or start + PIECE
+        middle, limit = start + PIECE // 2, start + PIECE
+        end = (content.rfind(b"\n", middle, limit) + 1) or (content.rfind(b" ", middle, limit) + 1) or limit
         found.append(content[start:end])
         start = end
     return [*found, content[start:]]
@@ -170,29 +169,52 @@ def select(words: Words, kept: Sequence[bool]) -> Words:
 
 
 class Lines(NamedTuple):
-    """The lines of a text that have a hash."""
+    """The lines of several texts that have a hash, one text after the other."""
 
     hashes: Hashes  # (L,)
-    starts: Numbers  # (L,) first byte of the line
+    starts: Numbers  # (L,) first byte of the line in its text
     ends: Numbers  # (L,) after its line break
     sizes: Numbers  # (L,) bytes without surrounding white space
+    texts: Numbers  # (L,) number of the text of each
 
 
-def lines_of(content: bytes) -> Lines:
-    """Returns the lines of a text, or of a piece of one, of at least `MIN_LINE` bytes without surrounding white space."""
+def lines_of(contents: Sequence[bytes]) -> Lines:
+    """Returns the lines of each text of at least `MIN_LINE` bytes without surrounding white space."""
+    of_texts = [pieces(content) for content in contents]
+    flat = [piece for of_text in of_texts for piece in of_text]
+    counts = [len(of_text) for of_text in of_texts]
+    texts = np.repeat(np.arange(len(contents)), counts)
+    sizes = np.array([len(piece) for piece in flat])
+    before = np.cumsum(sizes) - sizes
+    offsets = before - np.repeat(before[np.cumsum(counts) - counts], counts)  # of the pieces in their text
+    found = []
+    for group in groups(len(piece) + 1 for piece in flat):
+        lines = _hash_lines(flat[group])
+        of_group = slice(group.start, group.start + len(flat[group]))
+        at, shift = texts[of_group][lines.texts], offsets[of_group][lines.texts]
+        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, lines.sizes, at))
+    return Lines(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _hash_lines(contents: Sequence[bytes]) -> Lines:
+    """Returns the lines of texts that are not long."""
     tables = _tables()
-    array = np.frombuffer(content, np.uint8)
-    breaks = np.flatnonzero(array == 10) + 1
-    ends = breaks if content.endswith(b"\n") else np.append(breaks, len(array))
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    visible = np.flatnonzero(tables.lines[array])
+    content = np.frombuffer(b"\n".join(contents) + b"\n", np.uint8)
+    text_ends = np.cumsum([len(each) + 1 for each in contents])
+    ends = np.flatnonzero(content == 10) + 1
+    starts = np.append(0, ends[:-1])
+    visible = np.flatnonzero(tables.lines[content])
     if not len(visible):
-        return Lines(np.empty(0, np.uint64), *[np.empty(0, np.int64)] * 3)
+        return Lines(np.empty(0, np.uint64), *[np.empty(0, np.int64)] * 4)
     first = visible[np.minimum(np.searchsorted(visible, starts), len(visible) - 1)]
     last = visible[np.searchsorted(visible, ends) - 1] + 1
-    sizes = last - first
-    kept = (sizes >= MIN_LINE) & (first >= starts) & (last <= ends)
-    return Lines(_ranges(array, tables.lines, first[kept], last[kept]), starts[kept], ends[kept], sizes[kept])
+    kept = (last - first >= MIN_LINE) & (first >= starts) & (last <= ends)
+    starts, ends, first, last = starts[kept], ends[kept], first[kept], last[kept]
+    texts = np.searchsorted(text_ends, starts, side="right")
+    sizes = np.diff(text_ends, prepend=0) - 1
+    before = text_ends - sizes - 1
+    in_text = np.minimum(ends - before[texts], sizes[texts])  # the last line of a text may have no line break
+    return Lines(_ranges(content, tables.lines, first, last), starts - before[texts], in_text, last - first, texts)
 
 
 def _classify_characters(content: npt.NDArray[Any], codes: npt.NDArray[np.uint8]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, check_unchanged
 from titanlike.tools.data.quality.candidates import Candidate, skip_bad, survivors
-from titanlike.tools.data.quality.hashing import Hashes, lines_of, pieces
+from titanlike.tools.data.quality.hashing import Hashes, lines_of
 from titanlike.tools.data.quality.options import Job
 from titanlike.tools.data.quality.report import Verdicts
 from titanlike.tools.data.quality.runs import is_complete, merge, write_run
@@ -28,11 +28,16 @@ def count_lines(unit: WorkUnit, job: Job, verdicts: Verdicts | None, report: Rep
     first = 0
     for span in unit.spans:
         unread = span.size
-        for candidate, reason in survivors(span, unit.number, job, first, verdicts, {}, skip_bad(job)):
-            first += 1
-            if candidate.text and not reason:
-                found.append(np.unique(np.concatenate([lines_of(piece).hashes for piece in pieces(candidate.content)])))
-            read = min(candidate.document.size, unread)
+        for group in survivors(span, unit.number, job, first, verdicts, {}, skip_bad(job)):
+            first += len(group)
+            contents = [candidate.content for candidate, reason in group if candidate.text and not reason]
+            if contents:
+                lines = lines_of(contents)
+                order = np.lexsort((lines.hashes, lines.texts))
+                hashes, texts = lines.hashes[order], lines.texts[order]
+                is_first = np.append(True, (hashes[1:] != hashes[:-1]) | (texts[1:] != texts[:-1]))[: len(hashes)]
+                found.append(hashes[is_first])
+            read = min(sum(candidate.document.size for candidate, _ in group), unread)
             unread -= read
             report(read, 0)
         check_unchanged(span.file)
@@ -77,26 +82,30 @@ class Cleaned(NamedTuple):
     dominated: bool  # more than `MAX_REMOVED` of it are such lines
 
 
-def remove_lines(candidate: Candidate, repeated: Hashes) -> Cleaned | None:
-    """Removes the repeated lines of a document, unless most of it are such lines. Returns None if it has none."""
-    kept, example, num_removed = [], b"", 0
-    for piece in pieces(candidate.content):
-        lines = lines_of(piece)
-        at = np.minimum(np.searchsorted(repeated, lines.hashes), len(repeated) - 1)
-        is_repeated = repeated[at] == lines.hashes if len(repeated) else np.zeros(len(at), bool)
-        num_removed += int(lines.sizes[is_repeated].sum())
-        end = 0
-        for first, last in zip(lines.starts[is_repeated].tolist(), lines.ends[is_repeated].tolist(), strict=True):
-            example = example or piece[first:last]
-            kept.append(piece[end:first])
-            end = last
-        kept.append(piece[end:])
-    if not num_removed:
-        return None
-    visible = len(candidate.content.translate(None, b" \t\r\n\v\f"))
-    rest = b"".join(kept)
+def remove_lines(candidates: Sequence[Candidate], repeated: Hashes) -> dict[int, Cleaned]:
+    """Removes the repeated lines of documents, unless most of a document are such lines. Returns what was removed from those that
+    have some, by their position in the work unit."""
+    if not candidates or not len(repeated):
+        return {}
+    lines = lines_of([candidate.content for candidate in candidates])
+    at = np.minimum(np.searchsorted(repeated, lines.hashes), len(repeated) - 1)
+    [found] = np.nonzero(repeated[at] == lines.hashes)
+    bounds = np.searchsorted(lines.texts[found], np.arange(len(candidates) + 1))
+    cleaned = {}
+    for number in np.unique(lines.texts[found]).tolist():
+        candidate, of_text = candidates[number], found[bounds[number] : bounds[number + 1]]
+        cleaned[candidate.position] = _remove(
+            candidate, lines.starts[of_text].tolist(), lines.ends[of_text].tolist(), int(lines.sizes[of_text].sum())
+        )
+    return cleaned
+
+
+def _remove(candidate: Candidate, starts: list[int], ends: list[int], num_removed: int) -> Cleaned:
+    content = candidate.content
+    rest = b"".join(content[first:last] for first, last in zip([0, *ends], [*starts, len(content)], strict=True))
+    visible = len(content.translate(None, b" \t\r\n\v\f"))
+    example = content[starts[0] : ends[0]].decode(errors="replace").strip()
     dominated = num_removed > MAX_REMOVED * visible or not rest.strip()
-    removed_bytes = len(candidate.content) - len(rest)
     if not dominated:
         candidate.text, candidate.content = rest.decode(), rest
-    return Cleaned(removed_bytes, example.decode().strip(), dominated)
+    return Cleaned(len(content) - len(rest), example, dominated)
