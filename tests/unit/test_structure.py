@@ -36,7 +36,7 @@ LAYERS_OF_TOOLS = [
     {"data", "harness", "interconnect", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "finding", "inference", "schema"},
 ]
-MAX_MODULES, MAX_LINES = 85, 11_200
+MAX_MODULES, MAX_LINES = 85, 11_250
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
 
