@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from titanlike.tools.data.quality import hashing
 from titanlike.tools.data.quality.forest import compress, equal_neighbors, link
 from titanlike.tools.data.quality.hashing import Words, lines_of, pieces, select, shingles_of, words_of
 from titanlike.tools.data.quality.minhash import BANDS, ROWS, band_keys, signatures_of
+from titanlike.tools.data.quality.runs import is_complete, merge, write_run
 
 
 def split(words: Words) -> list[list[int]]:
@@ -128,3 +130,29 @@ def test_clusters_against_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parents.tolist() == [min(neighbors[number]) for number in range(300)]
     first, second = equal_neighbors(np.array([7, 3, 7, 7, 3], np.uint64), np.arange(5))
     assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(1, 4), (0, 2), (2, 3)]
+
+
+def test_merge_yields_every_record_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    expected, paths = [], []
+    for number, count in enumerate((0, 1, 300, 77)):
+        keys = np.unique(rng.integers(0, 2**64, count, dtype=np.uint64))
+        values = rng.integers(0, 2**32, len(keys), dtype=np.uint32)
+        paths.append(tmp_path / str(number))
+        write_run(paths[-1], keys, values)
+        assert is_complete(paths[-1])
+        expected += [(key, number, value) for key, value in zip(keys.tolist(), values.tolist(), strict=True)]
+    for max_records in (10, 100, 10**6):
+        parts = list(merge(paths, max_records))
+        assert len(parts) == -(-len(expected) // max_records)
+        assert max(len(part.keys) for part in parts) < 2 * max_records + 10
+        found = [
+            list(zip(part.keys.tolist(), part.files.tolist(), part.numbers.tolist(), strict=True)) for part in parts
+        ]
+        assert sorted(record for part in found for record in part) == sorted(expected)
+        ranges = [(min(part), max(part)) for part in found if part]
+        assert all(before[1] < after[0] for before, after in pairwise(ranges))
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    assert not is_complete(paths[2])
+    assert not is_complete(tmp_path / "missing")
+    assert list(merge([])) == []
