@@ -129,8 +129,7 @@ def merge_keys(job: Job, num_units: int) -> Merged:
     if merged:
         return merged
     units = range(num_units)
-    results = [read_result(folder, unit) for unit in units]
-    counts = [result["documents"] for result in results if result]
+    counts = [result["documents"] for unit in units if (result := read_result(folder, unit))]
     assert len(counts) == num_units
     offsets = np.cumsum([0, *counts])
     if offsets[-1] > MAX_DOCUMENTS:

@@ -1,7 +1,7 @@
 """What each stage removed, with examples: `report.json` in the folder of token shards."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,13 @@ def _smallest(examples: list[Example]) -> list[Example]:
 Tallies = dict[str, Tally]
 
 
-def add_tallies(tallies: Iterable[Tallies]) -> Tallies:
-    """Returns the sum of the tallies for each reason."""
-    total: Tallies = {}
-    for each in tallies:
-        for reason, tally in each.items():
-            total.setdefault(reason, Tally()).add(tally)
-    return total
+class Totals(Tallies):
+    """The sum of tallies."""
+
+    def add(self, tallies: Tallies) -> None:
+        """Adds the tallies of a work unit."""
+        for reason, tally in tallies.items():
+            self.setdefault(reason, Tally()).add(tally)
 
 
 def tallies_to_json(tallies: Tallies) -> dict[str, Any]:

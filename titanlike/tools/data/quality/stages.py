@@ -2,28 +2,24 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.tools.data.quality import duplicates, lines
-from titanlike.tools.data.quality.hashing import Hashes
 from titanlike.tools.data.quality.options import Job
 from titanlike.tools.data.quality.report import (
     CODES,
     Example,
     Report,
-    Tallies,
     Tally,
-    add_tallies,
+    Totals,
     tallies_from_json,
     tallies_to_json,
-)  # fmt: skip
+)
 from titanlike.tools.data.quality.runs import is_complete, merge, write_run
-from titanlike.tools.data.quality.tokenizing import KeptDocuments
+from titanlike.tools.data.quality.tokenizing import CHANGED, CLEANED, KEPT, READ, KeptDocuments
 from titanlike.utils.files import atomic_write_text
 
 COPIES, TALLIES = "copies-{:05d}", "tallies-{:05d}.json"
@@ -42,7 +38,7 @@ def process(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: ReportProgre
     if not job.quality.reads_documents:
         result = tokenize(unit, job, tokenizer, report)
     else:
-        repeated = _repeated(job.stages) if job.quality.repeated_lines else None
+        repeated = lines.read_repeated(job.stages) if job.quality.repeated_lines else None
         wanted = {place[1] for place in _places(merged) if place[0] == unit.number}
         documents = KeptDocuments(unit.number, job, verdicts, repeated, wanted)
         result = tokenize(unit, job, tokenizer, report, documents)
@@ -75,39 +71,31 @@ def finish_stage(units: Sequence[WorkUnit], job: Job) -> None:
 def build_report(results: Sequence[WorkUnitResult], job: Job) -> Report:
     """Returns the report, when all passes are finished."""
     units = [result.unit for result in results]
-    found = (
-        [json.loads((job.stages / TALLIES.format(unit)).read_text()) for unit in units]
-        if job.quality.reads_documents
-        else []
-    )
-    tallies = add_tallies(tallies_from_json(each["tallies"]) for each in found)
+    tallies, excerpts = Totals(), dict[tuple[int, int], dict[str, str]]()
+    for unit in units if job.quality.reads_documents else []:
+        found = json.loads((job.stages / TALLIES.format(unit)).read_text())
+        tallies.add(tallies_from_json(found["tallies"]))
+        excerpts |= {(unit, int(position)): excerpt for position, excerpt in found["excerpts"].items()}
     num_documents = sum(shard.documents for result in results for shard in result.splits.values())
-    num_bytes = sum(result.text_bytes for result in results)
-    documents: Tallies = {kind: tallies.pop(kind) for kind in ("read", "kept", "changed", "cleaned") if kind in tallies}
-    for kind in ("read", "kept"):
-        documents.setdefault(kind, Tally(num_documents, num_bytes) if not found else Tally())
+    counted = Tally(num_documents, sum(result.text_bytes for result in results))
+    documents = {kind: tallies.pop(kind) for kind in (READ, KEPT, CHANGED, CLEANED) if kind in tallies}
+    for kind in (READ, KEPT):
+        documents.setdefault(kind, Tally() if job.quality.reads_documents else counted)
     merged = duplicates.read_merged(job.stages)
     if merged is None:
-        copies = num_documents - sum(
-            len(np.unique(part.keys)) for part in merge([job.stages / COPIES.format(unit) for unit in units])
-        )
+        parts = merge([job.stages / COPIES.format(unit) for unit in units])
+        copies = num_documents - sum(len(np.unique(part.keys)) for part in parts)
         return Report(job.quality.parameters(), documents, tallies, {"exact": copies})
-    before = (duplicates.read_result(job.stages, unit) for unit in units)
-    tallies = add_tallies([tallies, *(tallies_from_json(each["tallies"]) for each in before if each)])
-    excerpts = {
-        (unit, int(at)): value
-        for unit, each in zip(units, found, strict=True)
-        for at, value in each["excerpts"].items()
-    }
+    for unit in units:
+        before = duplicates.read_result(job.stages, unit)
+        tallies.add(tallies_from_json(before["tallies"]) if before else {})
     for reason, pairs in merged.examples.items():
         if reason in tallies:
-            tallies[reason].examples = [
-                _example(order, *(excerpts[u, at] for u, at in pair)) for order, pair in enumerate(pairs)
-            ]
+            examples = [[excerpts[unit, position] for unit, position in pair] for pair in pairs]
+            tallies[reason].examples = [_example(order, *pair) for order, pair in enumerate(examples)]
     counts = {"exact": merged.exact} | ({"near": merged.near} if job.quality.finds_near_duplicates else {})
-    return Report(
-        job.quality.parameters(), documents, dict(sorted(tallies.items(), key=lambda item: CODES[item[0]])), counts
-    )
+    in_order = dict(sorted(tallies.items(), key=lambda item: CODES[item[0]]))
+    return Report(job.quality.parameters(), documents, in_order, counts)
 
 
 def _example(order: int, copy: dict[str, str], kept: dict[str, str]) -> Example:
@@ -118,8 +106,3 @@ def _example(order: int, copy: dict[str, str], kept: dict[str, str]) -> Example:
 
 def _places(merged: duplicates.Merged | None) -> Iterable[list[int]]:
     return (place for pairs in merged.examples.values() for pair in pairs for place in pair) if merged else ()
-
-
-@lru_cache(maxsize=1)
-def _repeated(folder: Path) -> Hashes:
-    return lines.read_repeated(folder)
