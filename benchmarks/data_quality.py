@@ -11,6 +11,7 @@ duplicates of the first files, and datasketch estimates similarities of the same
 """
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -136,6 +137,17 @@ def prepare_with_kills(inputs: Sequence[Path], out: Path, interval: float) -> in
         assert process.returncode == 0
         return kills
     raise AssertionError
+
+
+def measure_largest_unit(file: Path, folder: Path) -> dict[str, Any]:
+    """Prepares a compressed file, which is one work unit of about the largest size that there is."""
+    compressed = folder / f"{file.name}.gz"
+    with file.open("rb") as source, gzip.open(compressed, "wb", compresslevel=1) as target:
+        shutil.copyfileobj(source, target)
+    measured = prepare([compressed], folder / "out", *STAGES, workers=1)
+    shutil.rmtree(folder / "out")
+    compressed.unlink()
+    return measured | {"bytes": file.stat().st_size}
 
 
 def check_same_bytes(inputs: Sequence[Path], out: Path) -> dict[str, bool]:
@@ -269,6 +281,7 @@ def main() -> None:
             result[name] = measured | {"found": evaluate(part, kept_hashes(out)), "duplicates": report["duplicates"]}
             shutil.rmtree(out)
             save()
+        result["largest_unit"] = measure_largest_unit(files[0], folder)
         result["same_bytes"] = check_same_bytes(files[:1], out)
         save()
         if arguments.peer_python:

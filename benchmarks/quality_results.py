@@ -119,11 +119,14 @@ def table(result: dict[str, Any]) -> str:
         "| Text | Seconds | CPU seconds per GB | Seconds of the passes | Peak of all processes |",
         "|---|---|---|---|---|",
     ]
-    for name in ("without_stages", "tenth", "all"):
+    names = {
+        "without_stages": "no stage", "tenth": "all stages", "all": "all stages", "largest_unit": "all stages, one work unit"
+    }  # fmt: skip
+    for name, label in names.items():
         row = result[name]
         passes = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in row["seconds_of_passes"].items())
         lines.append(
-            f"| {row['bytes'] / 1e9:.1f} GB | {row['seconds']:,.0f} | {row['cpu_seconds'] / row['bytes'] * 1e9:.0f} | {passes} | "
+            f"| {row['bytes'] / 1e9:.2g} GB, {label} | {row['seconds']:,.0f} | {row['cpu_seconds'] / row['bytes'] * 1e9:.0f} | {passes} | "
             f"{row['memory']['all_mib']:,.0f} MiB |"
         )
     if "peer" in result:
