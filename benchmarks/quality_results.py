@@ -124,9 +124,10 @@ def table(result: dict[str, Any]) -> str:
     }  # fmt: skip
     for name, label in names.items():
         row = result[name]
+        cpu = row["cpu_seconds"] / row["bytes"] * 1e9
         passes = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in row["seconds_of_passes"].items())
         lines.append(
-            f"| {row['bytes'] / 1e9:.2g} GB, {label} | {row['seconds']:,.0f} | {row['cpu_seconds'] / row['bytes'] * 1e9:.0f} | {passes} | "
+            f"| {row['bytes'] / 1e9:.2g} GB, {label} | {row['seconds']:,.0f} | {cpu:.0f} | {passes} | "
             f"{row['memory']['all_mib']:,.0f} MiB |"
         )
     if "peer" in result:
