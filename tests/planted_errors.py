@@ -32,6 +32,24 @@ ERRORS = {
         "(step - (num_steps - length))",
         "tests/unit/test_migration.py",
     ),
+    "clusters of duplicates": Planted(
+        "titanlike/tools/data/quality/duplicates.py",
+        "starts[part.files] + part.numbers",
+        "starts[part.files] + part.numbers // 2",
+        "tests/unit/test_quality.py",
+    ),
+    "lines of many documents": Planted(
+        "titanlike/tools/data/quality/lines.py",
+        "found.append(hashes[is_first])",
+        "found.append(hashes)",
+        "tests/unit/test_quality.py",
+    ),
+    "best-fit packing": Planted(
+        "titanlike/data/batches/best_fit.py",
+        "loss_mask[firsts[self.continues[pieces]]] = False",
+        "pass",
+        "tests/unit/test_best_fit.py",
+    ),
     "sharding": Planted(
         "titanlike/parallelisms/fsdp.py",
         "module.set_gradient_divide_factor(1.0)",

@@ -21,6 +21,7 @@ from benchmarks import (
     float8_quality,
     install,
     optimizers,
+    quality_results,
     restart_bytes,
     save_stall,
     soak,
@@ -180,11 +181,12 @@ def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_data_tables_are_the_measurements() -> None:
-    page = (ROOT / "docs/data.md").read_text()
     measurements = (
-        (data_batches, "data_batches_cpu"), (data_batches, "data_torchdata_cpu"), (data_prepare, "data_prepare_cpu")
+        (data_batches, "data_batches_cpu", "data"), (data_batches, "data_torchdata_cpu", "data"),
+        (data_prepare, "data_prepare_cpu", "data"), (quality_results, "data_quality", "data_quality"),
     )  # fmt: skip
-    for made_by, name in measurements:
+    for made_by, name, document in measurements:
+        page = (ROOT / f"docs/{document}.md").read_text()
         measured = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         for part in made_by.table(measured).strip().split("\n\n"):
             assert f"\n\n{part}\n\n" in page, name

@@ -12,7 +12,8 @@ from tests.unit.datasets import batches
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
-from titanlike.data.batches.chats import open_sources, pack
+from titanlike.data.batches.best_fit import pack
+from titanlike.data.batches.chats import open_sources
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.tokenizer import build_tokenizer
@@ -50,7 +51,7 @@ def conversations_of(source: Any, steps: int) -> list[str]:
 @pytest.mark.parametrize("count", range(40))
 def test_every_item_is_in_one_bin_that_holds_it(count: int) -> None:
     lengths = random.Random(count).choices(range(1, 21), k=count)
-    bins = pack(np.array(lengths, np.int64), 20)
+    bins = [group.tolist() for group in pack(np.array(lengths, np.int64), 20).split()]
     assert sorted(item for group in bins for item in group) == list(range(len(lengths)))
     sizes = sorted(sum(lengths[item] for item in group) for group in bins)
     assert not sizes or (sizes[-1] <= 20 and (len(sizes) == 1 or sizes[0] + sizes[1] > 20))

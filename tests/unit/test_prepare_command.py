@@ -154,6 +154,30 @@ def test_result_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_result_of_all_stages_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> None:
+    options = ("--duplicates", "remove-near", "--quality", "default", "--repeated-lines", "3")
+    assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:], *options).code == 0
+    kills = 0
+    # Numbers of files in the first pass (each unit writes five), in the second and in the last.
+    for count in (20, 100, 190, 230):
+        process = start(tmp_path, *COMMAND, *options)
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / "out.partial/stages").glob("*"))) < count and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        kills += process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert kills >= 3
+    code, _, err = run(tmp_path, *COMMAND, *options)
+    assert (code, err) == (0, "")
+    found, expected = content(tmp_path / "out"), content(tmp_path / "undisturbed")
+    assert found.keys() == expected.keys()
+    assert found == expected
+    assert json.loads(found["report.json"])["removed"]
+
+
+@pytest.mark.slow
 def test_ctrl_c_prints_one_line_and_the_command_resumes(large: Path, tmp_path: Path) -> None:
     process = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 1)
@@ -188,6 +212,16 @@ def test_user_errors_are_one_line(tmp_path: Path) -> None:
         found[1].err == "error: --tokenizer = 'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'?\n"
     )
     assert found[2].err.startswith("error: --bos = 'x' is not a special token of --tokenizer = 'bytes'")
+    found = [
+        run(tmp_path, *arguments, "bytes", *more)
+        for more in (["--filter", "no.py:keep"], ["--quality", "max_words=3"], ["--repeated-lines", "1"])
+    ]
+    assert [end.code for end in found] == [2, 2, 2]
+    assert found[0].err == "error: --filter no.py:keep: no.py cannot be read: No such file or directory\n"
+    assert found[1].err.startswith(
+        "error: --quality max_words=3: 'max_words' is not a limit; use default, or min_characters"
+    )
+    assert found[2].err == "error: --repeated-lines 1 removes every line; give at least 2, or 0 to keep them\n"
     assert not (tmp_path / "out").exists()
     done = run(tmp_path, *arguments, "bytes", "--bad-records", "skip")
     assert done.code == 0, done.err

@@ -122,6 +122,10 @@ class Data:
     document_masks: bool = False
     """Mask attention between documents in a packed sequence, and restart position ids at each document. On GPUs, attention is
     FlexAttention then, unless `training.attention` is `efficient` or `math`."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents become sequences. `concatenate`: one after the other, cut wherever a sequence ends; every token is read.
+    `best_fit`: documents of up to `training.seq_len` tokens stay whole, longer ones are cut into full sequences and a rest, and
+    sequences are padded, usually by less than 1%. For `shards`, `text` and `python_stdlib`; chats are always packed so."""
     holdout_every: NonNegative = 50
     """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""
@@ -163,6 +167,11 @@ class Data:
         if self.weights and len(self.weights) != len(self.mixture):
             numbers = f"{len(self.weights)} numbers for the {len(self.mixture)} paths of data.mixture"
             yield f"data.weights has {numbers}; give one each"
+        if self.packing == "best_fit" and self.source in ("stream", "synthetic"):
+            yield (
+                f"data.packing = 'best_fit' needs to know all documents, which data.source = '{self.source}' does not; use "
+                "'shards' or 'text', or data.packing = 'concatenate'"
+            )
         if self.source == "shards" and self.prompt_field:
             yield "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`"
 
@@ -478,7 +487,8 @@ class Evaluation:
     """JSON lines files, each with the items of a task in the format of HellaSwag, ARC, PIQA or LAMBADA, which their fields tell.
     Its metrics have the name of the file."""
     data: tuple[FilePath, ...] = ()
-    """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte."""
+    """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte. Of shards, the
+    test split is read if they have one, or else the validation split."""
     limit: NonNegative = 0
     """Number of items of each task, and of sequences of `data`, from the first. 0: all."""
 

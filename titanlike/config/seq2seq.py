@@ -107,6 +107,11 @@ class Seq2SeqRecipe(PretrainRecipe):
         """Yields a sentence for each contradiction between sections."""
         yield from super().problems()
         layout, training, target_len = self.parallelism, self.training, self.target_len
+        if self.data.packing == "best_fit":
+            yield (
+                "data.packing = 'best_fit' pads sequences, but spans of all tokens are corrupted, and pairs of texts stay whole "
+                "anyway; use data.packing = 'concatenate'"
+            )
         if layout.pipeline > 1:
             yield (
                 f"parallelism.pipeline = {layout.pipeline}: a pipeline stage passes on one tensor, but each block of the decoder "

@@ -14,7 +14,7 @@ from torch import nn
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Training, metrics_name
 from titanlike.data.batches.sources import open_validation
-from titanlike.data.tokens.shards import Shards
+from titanlike.data.tokens.shards import TEST, VALIDATION, Shards
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
@@ -153,7 +153,7 @@ class Evaluator:
         return task.scores([[next(scores) for _ in group] for group in requests])
 
     def _open(self, path: str) -> Shards:
-        tokens = open_validation(replace(self.data, validation_path=path), self.tokenizer)
+        tokens = open_validation(replace(self.data, validation_path=path), self.tokenizer, splits=(TEST, VALIDATION))
         if tokens.num_tokens < 2:
             raise UserError(f"{path} has {tokens.num_tokens} tokens, too few to predict one; give more text")
         return tokens

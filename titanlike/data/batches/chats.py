@@ -1,6 +1,5 @@
 """Conversations as sequences that keep them whole, for fine-tuning. No torch."""
 
-import bisect
 from functools import partial
 from typing import Literal
 
@@ -10,7 +9,7 @@ from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
-from titanlike.data.batches import sources
+from titanlike.data.batches import best_fit, sources
 from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
@@ -109,7 +108,7 @@ class PackedChats:
         self.num_tokens = int(kept[numbers].sum())
         self.num_labels = int((num_labels[starts + kept] - num_labels[starts])[numbers].sum())
         self.starts, self.kept = starts, kept
-        self.bins = [numbers[group] for group in pack(kept[numbers], capacity)]
+        self.bins = [numbers[group] for group in best_fit.pack(kept[numbers], capacity).split()]
         self.num_sequences = len(self.bins)
         if not self.bins:
             raise UserError(
@@ -165,21 +164,3 @@ def describe_packed(
         + "".join(f", {number:,} {note}" for number, note in notes if number)
         + ","
     )
-
-
-def pack(lengths: Numbers, capacity: int) -> list[list[int]]:
-    """Distributes items over as few bins as best fit, from the longest to the shortest, needs. Returns the items of each bin."""
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room and number of each bin that is not full, by room
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        at = bisect.bisect_left(free, (length, 0))
-        if at < len(free):
-            room, number = free.pop(at)
-        else:
-            room, number = capacity, len(bins)
-            bins.append([])
-        bins[number].append(item)
-        if room > length:
-            bisect.insort(free, (room - length, number))
-    return bins

@@ -95,7 +95,9 @@ class MaskedSource(DerivedSource):
     def read(self, step: int, rows: range) -> SequenceBatch:
         batch = self.source.read(step, rows)
         tokens = batch.tokens[:, :-1]
-        documents = separate_documents(batch.tokens, self.tokenizer.separator) if self.separate else None
+        documents = batch.document_ids
+        if documents is None and self.separate:
+            documents = separate_documents(batch.tokens, self.tokenizer.separator)
         # A sequence has another id each time it is read, so that other tokens are masked in each epoch.
         chance, action, replacement = (
             token_bits(self.seed, name, batch.sequence_ids, np.arange(self.seq_len))

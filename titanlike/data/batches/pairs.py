@@ -9,7 +9,8 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import Ramp
-from titanlike.data.batches.chats import describe_packed, pack
+from titanlike.data.batches.best_fit import pack
+from titanlike.data.batches.chats import describe_packed
 from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
@@ -95,7 +96,7 @@ class PackedPairs:
         self.num_tokens, self.num_labels = int(kept[numbers].sum()), int(labels[numbers].sum())
         self.starts, self.kept = first, kept
         # In order, so that the document ids of a sequence ascend: a block mask skips blocks by their range.
-        self.bins = [np.sort(numbers[group]) for group in pack(kept[numbers].sum(1), capacity)]
+        self.bins = [np.sort(numbers[group]) for group in pack(kept[numbers].sum(1), capacity).split()]
         self.num_sequences = len(self.bins)
         if not self.bins:
             raise UserError(

@@ -1,12 +1,13 @@
 """The data sources that a recipe names. Imports no torch, except to stream text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from titanlike.config import UserError
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
-from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
+from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, SequenceDataset, ShuffledMixture
 from titanlike.data.documents.files import fingerprint_of, hash_of, list_files
 from titanlike.data.tokens.datasets import open_training, open_validation, validation_split
 from titanlike.data.tokens.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def open_sources(
         arrays = [open_training(section, path, tokenizer) for path in paths]
         splits = [validation_split(array) for array in arrays]
         every = 0 if section.validation_path or any(splits) else section.holdout_every
-        pack = partial(PackedDataset, seq_len=seq_len, holdout_every=every)
+        pack = partial(_dataset(section, tokenizer, seq_len), holdout_every=every)
         training = mix(
             [pack(array, name=path) for array, path in zip(arrays, paths, strict=True)], weights, batch_ramp=batch_ramp
         )
@@ -71,8 +72,17 @@ def open_sources(
             validation = mix(list(held_out), list(held_out.values()))
     if validate and section.validation_path:
         array = open_validation(section, tokenizer)
-        validation = mix([PackedDataset(array, seq_len, name=section.validation_path)])
+        validation = mix([_dataset(section, tokenizer, seq_len)(array, name=section.validation_path)])
     return Sources(training, validation)
+
+
+def _dataset(section: Data, tokenizer: Tokenizer, seq_len: int) -> Callable[..., SequenceDataset]:
+    """Returns what makes sequences of tokens."""
+    if section.packing == "concatenate":
+        return partial(PackedDataset, seq_len=seq_len)
+    from titanlike.data.batches.best_fit import BestFitDataset  # most runs do without
+
+    return partial(BestFitDataset, seq_len=seq_len, separator=tokenizer.separator, separate=section.document_masks)
 
 
 def paths_and_weights(section: Data) -> tuple[list[str], list[float]]:

@@ -30,6 +30,7 @@ class Fields:
     text: str = "text"
     prompt: str = ""  # precedes the text and is excluded from the loss; empty: none
     key: str = "data.text_field"  # the option that sets `text`, for error messages
+    whole_record: bool = False  # documents have all fields of their record
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Document:
 
     text: str
     prompt: str = ""
-    record: int = 0  # index within the file
+    record: int = 0  # index within the span of the file that is read
     size: int = 0  # bytes in the file
     last: bool = True  # False: another chunk of this document follows
+    fields: dict[str, Any] | None = None  # of the record, with `whole_record`
 
 
 class BadRecord(UserError):
@@ -80,19 +82,23 @@ def read_chunks(
         return
     extract = partial(_extract, fields=fields)
     if file.kind == PARQUET:
-        columns = [name for name in (fields.text, fields.prompt) if name]
+        columns = [] if fields.whole_record else [name for name in (fields.text, fields.prompt) if name]
         records = _read_rows(file, columns, fields.key, extract, first, span, bad)
     else:
         records = _read_lines(file, extract, first, span, bad)
-    for number, size, (text, prompt) in records:
-        document = Document(text, prompt, number, size)
-        if len(document.text) <= CHUNK_SIZE:
-            yield document
-            continue
-        starts = range(0, len(document.text), CHUNK_SIZE)  # parts, because split_chunks copies what follows a chunk
-        for text, last in split_chunks([document.text[start : start + CHUNK_SIZE] for start in starts]):
-            yield replace(document, text=text, last=last)
-            document = replace(document, prompt="", size=0)
+    for number, size, (text, prompt, record) in records:
+        yield from chunks_of(Document(text, prompt, number, size, fields=record))
+
+
+def chunks_of(document: Document) -> Iterator[Document]:
+    """Splits a complete document into chunks."""
+    if len(document.text) <= CHUNK_SIZE:
+        yield document
+        return
+    starts = range(0, len(document.text), CHUNK_SIZE)  # parts, because split_chunks copies what follows a chunk
+    for text, last in split_chunks([document.text[start : start + CHUNK_SIZE] for start in starts]):
+        yield replace(document, text=text, last=last)
+        document = replace(document, prompt="", size=0, fields=None)
 
 
 def read_records(file: File, convert: Callable[[dict[str, Any]], T], *, bad: OnBadRecord | None = None) -> Iterator[T]:
@@ -205,6 +211,18 @@ def _read_lines(
             yield number - 1, size, record
 
 
+def position_of(file: File, span: Span | None, record: int) -> str:
+    """Names a record of a span for an error message: its file, and its line or row."""
+    begin = span[0] if span else 0
+    if file.kind == PARQUET:
+        with open_parquet(file) as table:
+            return f"{file.name}, row {sum(row_groups(table)[:begin]) + record + 1}"
+    if file.kind not in LINES:
+        return file.name
+    before = _count_lines(file, begin - 1) + 1 if begin else 0  # lines that begin before the span
+    return f"{file.name}, line {before + record + 1}"
+
+
 def _count_lines(file: File, stop: int) -> int:
     """Counts the lines before a byte offset."""
     with open_file(file) as stream:
@@ -264,10 +282,11 @@ def _to_python(batch: Any, row: int) -> dict[str, Any]:
     return {name: batch[name][row].as_py() for name in batch.schema.names}
 
 
-def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str]:
-    """Returns the text and the prompt of a record."""
+def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str, dict[str, Any] | None]:
+    """Returns the text and the prompt of a record, and the record if `fields` asks for it."""
     record = _load(load, f" with a field {fields.text!r}")
-    return _text_of(record, fields.text, fields), _text_of(record, fields.prompt, fields) if fields.prompt else ""
+    prompt = _text_of(record, fields.prompt, fields) if fields.prompt else ""
+    return _text_of(record, fields.text, fields), prompt, record if fields.whole_record else None
 
 
 def _load(load: Callable[[], Any], expected: str = "") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The tokens that the section `data` of a recipe names: token shards, or text that is tokenized first. No torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ def open_training(section: Data, path: str, tokenizer: Tokenizer) -> TokenArray:
     return Shards(str(tokenized(files, section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
 
 
-def open_validation(section: Data, tokenizer: Tokenizer) -> Shards:
-    """Opens `data.validation_path`, which may name shards or text whatever `data.source` is."""
+def open_validation(section: Data, tokenizer: Tokenizer, *, splits: Sequence[str] = (VALIDATION,)) -> Shards:
+    """Opens `data.validation_path`, which may name shards or text whatever `data.source` is. Of shards, it is the first of these
+    splits that they have, or the training split."""
     path = section.validation_path
     if not _has_manifest(path):
         from titanlike.data.tokens.cache import tokenized
@@ -39,7 +41,7 @@ def open_validation(section: Data, tokenizer: Tokenizer) -> Shards:
         return Shards(str(tokenized(list_files(path), section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
     manifest = read_manifest(path)
     _check_tokenizer(path, manifest, tokenizer)
-    split = VALIDATION if manifest.splits.get(VALIDATION) else TRAIN
+    split = next((split for split in splits if manifest.splits.get(split)), TRAIN)
     return Shards(path, split, vocab_size=tokenizer.vocab_size)
 
 

@@ -26,7 +26,7 @@ from titanlike.utils.files import atomic_write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-TRAIN, VALIDATION = "train", "validation"
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
 NUM_SAMPLES, SAMPLE_SIZE = 128, 512  # blocks of a split that its fingerprint covers, and tokens or documents in a block
 DAMAGED = "copy it again, or prepare the data again"
 
@@ -104,8 +104,7 @@ def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
 class _Span(NamedTuple):
     """Consecutive tokens of a shard, and where they go in the result of a read."""
 
-    row: int
-    column: int
+    place: int
     shard: Shard
     start: int
     length: int
@@ -157,10 +156,14 @@ class Shards:
 
     def read(self, starts: Numbers, length: int) -> Numbers:
         """Returns `length` tokens from each start (N, length)."""
-        spans, width = list(self._spans(starts, length)), self.dtype.itemsize
+        return self.read_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read_pieces(self, starts: Numbers, lengths: Numbers) -> Numbers:
+        """Returns some tokens from each start, one piece after the other."""
+        spans, width = list(self._spans(starts, lengths)), self.dtype.itemsize
         ranges = [(_tokens_of(s.shard), s.start * width, (s.start + s.length) * width) for s in spans]
         content = b"".join(self.folder.ranges(ranges))  # spans are in the order of the result
-        result = np.frombuffer(content, self.dtype).astype(np.int64).reshape(len(starts), length)
+        result = np.frombuffer(content, self.dtype).astype(np.int64)
         if self.vocab_size is not None and result.size and result.max() >= self.vocab_size:
             self._refuse_token(spans, result)
         return result
@@ -169,12 +172,16 @@ class Shards:
         """Returns which of these tokens are labels (N, length), or None if there are no prompts."""
         if not self.has_prompts:
             return None
-        result = np.empty((len(starts), length), bool)
-        for row, column, shard, start, count in self._spans(starts, length):
+        return self.loss_mask_of_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def loss_mask_of_pieces(self, starts: Numbers, lengths: Numbers) -> npt.NDArray[np.bool_]:
+        """Returns which of the tokens that `read_pieces` returns are labels."""
+        result = np.empty(int(lengths.sum()), bool)
+        for place, shard, start, count in self._spans(starts, lengths):
             ends, first_labels = self._read_documents(shard).T
             offsets = np.arange(start, start + count)
             documents = np.searchsorted(ends, offsets, side="right")
-            result[row, column : column + count] = offsets >= first_labels[documents]
+            result[place : place + count] = offsets >= first_labels[documents]
         return result
 
     def document_lengths(self, shard: Shard) -> Numbers:
@@ -189,18 +196,20 @@ class Shards:
                 if hashlib.sha256(self.folder.read(name)).hexdigest() != expected:
                     raise UserError(f"{self.path}/{name} does not match its hash in the manifest; {DAMAGED}")
 
-    def _spans(self, starts: Numbers, length: int) -> Iterator[_Span]:
-        """Splits each range of `length` tokens at the shard boundaries."""
+    def _spans(self, starts: Numbers, lengths: Numbers) -> Iterator[_Span]:
+        """Splits each range of tokens at the shard boundaries."""
         numbers = np.searchsorted(self.offsets, starts, side="right") - 1  # one call: its overhead exceeds the search
-        for row, (start, number) in enumerate(zip(starts.tolist(), numbers.tolist(), strict=True)):
+        place = 0
+        for start, length, number in zip(starts.tolist(), lengths.tolist(), numbers.tolist(), strict=True):
             assert start >= 0 and start + length <= self.num_tokens
-            column = 0
-            while column < length:
-                shard, first = self.shards[number], start + column - int(self.offsets[number])
-                count = min(length - column, shard.tokens - first)
+            end = place + length
+            while place < end:
+                shard, first = self.shards[number], start - int(self.offsets[number])
+                count = min(end - place, shard.tokens - first)
                 if count:  # shards may be empty
-                    yield _Span(row, column, shard, first, count)
-                column += count
+                    yield _Span(place, shard, first, count)
+                place += count
+                start += count
                 number += 1
 
     def _read_documents(self, shard: Shard) -> Numbers:
@@ -223,11 +232,11 @@ class Shards:
     def _refuse_token(self, spans: Sequence[_Span], tokens: Numbers) -> NoReturn:
         """Raises `UserError` with the position of the first token that is not in the vocabulary."""
         assert self.vocab_size is not None
-        for row, column, shard, start, length in spans:
-            [wrong] = np.nonzero(tokens[row, column : column + length] >= self.vocab_size)
+        for place, shard, start, length in spans:
+            [wrong] = np.nonzero(tokens[place : place + length] >= self.vocab_size)
             if len(wrong):
                 raise UserError(
-                    f"{self.path}/{_tokens_of(shard)} is damaged: token {start + wrong[0]} is {tokens[row, column + wrong[0]]}, "
+                    f"{self.path}/{_tokens_of(shard)} is damaged: token {start + wrong[0]} is {tokens[place + wrong[0]]}, "
                     f"but the tokenizer has {self.vocab_size}; {DAMAGED}"
                 )
         raise AssertionError

@@ -5,7 +5,8 @@ Training does this once for text that has no shards yet; `titanlike data prepare
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import DiskFull, File, convert_write_errors, is_address
-from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Fields, read_chunks
+from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Document, Fields, OnBadRecord, read_chunks
 from titanlike.data.tokens.shard_writer import ShardWriter
-from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shard
+from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.utils.files import fsync_directory
 
@@ -26,6 +27,7 @@ BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges
 MAX_TOKEN_BYTES = 16  # of an average token: bounds the size of the output from below
 
 ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
+ReadSpan = Callable[["FileSpan", OnBadRecord | None], Iterator[Document]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Options:
     fields: Fields
     validation_share: float
     skip_bad_records: bool
+    test_share: float = 0.0
 
 
 @dataclass
@@ -72,6 +75,7 @@ class WorkUnitResult:
     empty: int = 0  # documents without text
     skipped: int = 0  # bad records
     examples: list[str] = field(default_factory=list)  # error messages of the first bad records
+    hashes: "array[int] | None" = None  # of the documents, by which copies are counted
 
 
 def write_shards(
@@ -89,10 +93,16 @@ def write_shards(
         finish(partial, folder, [result], tokenizer, options, files)
 
 
-def tokenize(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult:
-    """Tokenizes a work unit into one shard per split."""
+def tokenize(
+    unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: ReportProgress, read_span: ReadSpan | None = None
+) -> WorkUnitResult:
+    """Tokenizes a work unit into one shard per split. `read_span` yields its documents in chunks: by default, all of them."""
     writers: dict[str, ShardWriter] = {}
-    result = WorkUnitResult(unit.number)
+    hashes = array("Q")
+    result = WorkUnitResult(unit.number, hashes=hashes)
+
+    def read_all(span: FileSpan, bad: OnBadRecord | None) -> Iterator[Document]:
+        return read_chunks(span.file, options.fields, span=span.bounds, bad=bad)
 
     def skip(problem: BadRecord) -> None:
         result.skipped += 1
@@ -100,15 +110,22 @@ def tokenize(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: Rep
             result.examples.append(str(problem))
 
     def add(span: FileSpan) -> None:
-        first, split, unread = True, TRAIN, span.size
+        first, split, unread, before = True, TRAIN, span.size, b""
         on_bad_record = skip if options.skip_bad_records else None
-        for chunk in read_chunks(span.file, options.fields, span=span.bounds, bad=on_bad_record):
+        for chunk in (read_span or read_all)(span, on_bad_record):
             if not chunk.text and first and chunk.last:
                 result.empty += 1
                 continue
             content = chunk.text.encode()
+            digest = _digest(content)
             if first:
-                split = split_of(content, options.validation_share)
+                split = split_of(digest, options.validation_share, options.test_share)
+                digest = _digest(_digest(chunk.prompt.encode()) + digest) if chunk.prompt else digest
+            else:
+                digest = _digest(before + digest)
+            before = digest
+            if chunk.last:
+                hashes.append(int.from_bytes(digest, "little"))
             if split not in writers:
                 writers[split] = ShardWriter(options.folder, f"{split}-{unit.number:05d}", tokenizer.dtype)
             tokens, prompt_length = tokenizer.document(chunk.text, chunk.prompt, first=first, last=chunk.last)
@@ -118,7 +135,7 @@ def tokenize(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: Rep
             read = min(chunk.size, unread)
             unread -= read
             report(read, len(tokens))
-        _check_unchanged(span.file)
+        check_unchanged(span.file)
         report(unread, 0)
 
     with convert_write_errors(options.folder):
@@ -133,15 +150,20 @@ def tokenize(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: Rep
     return result
 
 
-def split_of(content: bytes, validation_share: float) -> str:
-    """Returns the split of a document. It depends on the text only (of a long document, on its first chunk), so copies agree."""
-    if not validation_share:
-        return TRAIN
-    value = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-    return VALIDATION if value < validation_share * 2**64 else TRAIN
+def split_of(digest: bytes, validation_share: float, test_share: float = 0.0) -> str:
+    """Returns the split of a document, whose text (of a long document, its first chunk) has this digest. So copies agree."""
+    value = int.from_bytes(digest, "little")
+    if value < validation_share * 2**64:
+        return VALIDATION
+    return TEST if value >= 2**64 - test_share * 2**64 else TRAIN
 
 
-def _check_unchanged(file: File) -> None:
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def check_unchanged(file: File) -> None:
+    """Raises if a file is not as it was listed."""
     if is_address(file.name):
         return
     stat = Path(file.name).stat() if Path(file.name).exists() else None
@@ -170,15 +192,15 @@ def finish(
     files: Sequence[File],
 ) -> Manifest:
     """Writes the manifest and renames the folder."""
-    names = [TRAIN, VALIDATION] if options.validation_share else [TRAIN]
+    shares = {VALIDATION: options.validation_share, TEST: options.test_share}
+    names = [TRAIN, *(split for split, share in shares.items() if share)]
     splits = {split: [result.splits[split] for result in results if split in result.splits] for split in names}
     empty, skipped = sum(result.empty for result in results), sum(result.skipped for result in results)
     if not splits[TRAIN]:
         shutil.rmtree(partial)  # nothing to resume
         if any(splits.values()):
-            raise UserError(
-                f"--validation = {options.validation_share} leaves no document for training; give a smaller fraction"
-            )
+            given = " and ".join(f"--{split} = {shares[split]}" for split in names[1:])
+            raise UserError(f"{given} leave{'s' * (len(names) == 2)} no document for training; give a smaller fraction")
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise UserError(f"{files[0].name}{more}: no documents: {empty} without text, {skipped} bad records")
     section = tokenizer.section
@@ -196,6 +218,7 @@ def finish(
         "text_field": options.fields.text,
         "prompt_field": options.fields.prompt,
         "validation": options.validation_share,
+        **({"test": options.test_share} if options.test_share else {}),
         "tokenizer_file": tokenizer_files[0].name if tokenizer_files else "",
         "empty": empty,
         "skipped": [example for result in results for example in result.examples][:MAX_EXAMPLES],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.distributed import environment
-from titanlike.tools.arguments import positive_int
+from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli import data_inspect
 from titanlike.utils.live_line import LiveLine
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titanlike.data.documents.readers import Fields
     from titanlike.data.tokens.shards import Manifest
     from titanlike.tools.data.prepare import Progress
+    from titanlike.tools.data.quality.options import Quality
 
 PLAIN_INTERVAL = 10.0  # seconds between two lines of progress without a terminal
 INPUT = (
@@ -36,7 +37,10 @@ and interruptions.
 
   titanlike data prepare corpus.jsonl --out tokens --tokenizer gpt2
   titanlike data prepare 'data/**/*.parquet' --out tokens --tokenizer tokenizer.json --text-field content --validation 0.005
-  titanlike data prepare 'hf://datasets/OWNER/NAME/**/*.parquet' --out tokens --tokenizer llama3/tokenizer.model"""
+  titanlike data prepare 'hf://datasets/OWNER/NAME/**/*.parquet' --out tokens --tokenizer llama3/tokenizer.model
+  titanlike data prepare web.jsonl --out tokens --tokenizer gpt2 --duplicates remove-near --quality default --repeated-lines 20
+
+The folder has a report of what was removed and why, with examples: titanlike data inspect tokens"""
 
 TRAIN = """\
 Trains a byte-pair tokenizer. If the name of --out ends in .json, writes a tokenizer.json for Hugging Face's tokenizers, and a
@@ -68,7 +72,9 @@ def add(commands: Any) -> None:
     make.add_argument("--prompt-field", default="", metavar="NAME", help=text)
     text = 'fraction of the documents, such as 0.005, for the split "validation"; a hash of the text selects them (0)'
     make.add_argument("--validation", type=float, default=0.0, metavar="FRACTION", help=text)
+    make.add_argument("--test", type=float, default=0.0, metavar="FRACTION", help='the same for the split "test" (0)')
     make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (one per core)")
+    _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data_quality.md)"))
     train = subcommands.add_parser("train-tokenizer", help="train a tokenizer", description=TRAIN, formatter_class=raw)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
@@ -78,6 +84,27 @@ def add(commands: Any) -> None:
     train.add_argument("--limit-bytes", type=positive_int, default=256 * 2**20, metavar="N", help=text)
     _add_record_options(train)
     data_inspect.add(subcommands)
+
+
+def _add_quality_options(group: Any) -> None:
+    text = (
+        "a function of your own, such as my_filter.py:keep. It takes the text, or the record if its parameter is called "
+        "record, and returns True to keep the document, False to remove it, or its new text"
+    )
+    group.add_argument("--filter", metavar="FILE.py:FUNCTION", help=text)
+    text = (
+        "remove documents that are too short, mostly symbols, or repetitive: default, or limits that replace defaults, such as "
+        "min_characters=50,max_symbols=0.3"
+    )
+    group.add_argument("--quality", metavar="LIMITS", help=text)
+    text = (
+        "count exact copies of an earlier document; also count near copies; remove exact copies; or remove near copies, too "
+        "(count). All but count read the text once more"
+    )
+    choices = ["count", "count-near", "remove", "remove-near"]
+    group.add_argument("--duplicates", choices=choices, default="count", help=text)
+    text = "remove lines that N or more documents have, and documents that are mostly such lines (0: keep them)"
+    group.add_argument("--repeated-lines", type=non_negative_int, default=0, metavar="N", help=text)
 
 
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +155,7 @@ def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
     try:
         manifest = prepare(
             arguments.inputs, arguments.out, section, fields=fields, validation_share=arguments.validation,
+            test_share=arguments.test, quality=_quality_of(arguments),
             workers=arguments.workers, bad=arguments.bad_records, on_progress=on_progress,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -140,15 +168,28 @@ def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
     _print_summary(arguments.out, manifest, last)
 
 
+def _quality_of(arguments: argparse.Namespace) -> "Quality":
+    from titanlike.tools.data.quality.filters import parse_thresholds
+    from titanlike.tools.data.quality.options import Quality
+    from titanlike.tools.data.quality.own_filter import open_filter
+
+    if arguments.repeated_lines == 1:
+        raise UserError("--repeated-lines 1 removes every line; give at least 2, or 0 to keep them")
+    limits = parse_thresholds(arguments.quality) if arguments.quality else None
+    own = open_filter(arguments.filter) if arguments.filter else None
+    return Quality(arguments.duplicates, limits, arguments.repeated_lines, own)
+
+
 def _print_summary(out: Path, manifest: "Manifest", progress: "Progress") -> None:
     """Prints statistics, and the lines of a recipe that reads the shards."""
     from titanlike.data.tokens.shards import totals
+    from titanlike.tools.data.quality.report import read_report, summarize
 
     counts = {split: totals(shards) for split, shards in manifest.splits.items()}
     bytes_per_token = manifest.source["text_bytes"] / sum(tokens for tokens, _ in counts.values())
     print(f"{out}{' is already complete' if progress.already_complete else ''}")
     for split, (tokens, documents) in counts.items():
-        hint = "" if documents else "; for a validation split, give a larger --validation and another --out"
+        hint = "" if documents else f"; for a {split} split, give a larger --{split} and another --out"
         print(f"  {split:<11} {documents:,} documents, {tokens:,} tokens{hint}")
     speed = ""
     if not progress.already_complete:
@@ -156,6 +197,9 @@ def _print_summary(out: Path, manifest: "Manifest", progress: "Progress") -> Non
         earlier = ", the rest before the interruption" if progress.resumed_bytes else ""
         speed = f"; {progress.tokens:,} tokens in {progress.seconds:.1f} s, {rate} tokens/s{earlier}"
     print(f"  {bytes_per_token:.2f} bytes of text per token{speed}")
+    report = read_report(str(out))
+    if report:
+        print("\n".join(f"  {line}" for line in summarize(report)))
     if manifest.source["empty"]:
         print(f"  {manifest.source['empty']:,} documents without text skipped")
     if manifest.skipped:
@@ -209,10 +253,15 @@ def progress_text(progress: "Progress") -> str:
         minutes, rest = divmod(round((progress.total_bytes - progress.bytes_read) / speed), 60)
         hours, minutes = divmod(minutes, 60)
         remaining = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    number, count, name = progress.stage
+    prefix = f"{name} ({number} of {count})  " if count > 1 else ""
+    tokens = (
+        f"{short(progress.tokens / seconds)} tokens/s  {short(progress.tokens)} tokens  " if number == count else ""
+    )
     return (
-        f"{progress.bytes_read / max(progress.total_bytes, 1):4.0%}  "
+        f"{prefix}{progress.bytes_read / max(progress.total_bytes, 1):4.0%}  "
         f"{size_of(progress.bytes_read)} of {size_of(progress.total_bytes)}  {size_of(speed)}/s  "
-        f"{short(progress.tokens / seconds)} tokens/s  {short(progress.tokens)} tokens  {remaining} left"
+        f"{tokens}{remaining} left"
     )
 
 

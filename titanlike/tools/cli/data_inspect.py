@@ -13,11 +13,12 @@ from titanlike.tools.programs import load_known
 
 DESCRIPTION = """\
 Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
-For a folder of token shards: its splits, shards and document lengths.
+For a folder of token shards: its splits, shards and document lengths, and what was removed from the text, with examples.
 
   titanlike data inspect debug --step 3 --rank 1 --ranks 4
   titanlike data inspect gpt2_124m --data.path=data/corpus --validation
-  titanlike data inspect data/corpus --verify"""
+  titanlike data inspect data/corpus --verify
+  titanlike data inspect data/corpus --json"""
 
 
 def add(commands: Any) -> None:
@@ -39,15 +40,16 @@ def add(commands: Any) -> None:
         "--ranks", type=positive_int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)"
     )
     parser.add_argument(
-        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences or shards (default: 2)"
+        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences, shards or examples (default: 2)"
     )
     parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
+    parser.add_argument("--json", action="store_true", help="token shards: print the manifest and the report as JSON")
     parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
-    from titanlike.tools.data.inspection import inspect_recipe, inspect_shards
+    from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json
     from titanlike.utils.rich_console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -55,6 +57,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         if recipe_path(arguments.path).suffix != ".toml":
             if overrides:
                 raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
+            if arguments.json:
+                print(shards_as_json(arguments.path))
+                return
             inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
             return
         command_line = Arguments([arguments.path, *overrides])

@@ -1,7 +1,9 @@
 """Prints the sequences that a rank reads, and the contents of token shards."""
 
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from titanlike.data.batches import chats, pairs
 from titanlike.data.batches.packed_dataset import SequenceBatch, separate_documents
 from titanlike.data.tokens.shards import Shards, read_manifest, totals
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.tools.data.quality.report import read_report, render_report
 
 DOCUMENT_COLORS = ("default", "cyan")  # alternating
 SEPARATOR_STYLE = "bold black on yellow"
@@ -63,7 +66,8 @@ def inspect_recipe(
 
 
 def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> None:
-    """Prints the contents of a folder of token shards and, with `verify`, checks the hash of each file."""
+    """Prints the contents of a folder of token shards, and the report of what was removed from the text. With `verify`, checks the
+    hash of each file."""
     manifest = read_manifest(path)
     tokenizer = manifest.tokenizer
     lines = [f"shards  {path}: {manifest.dtype}, tokenizer {tokenizer.get('encoding')} {tokenizer['fingerprint']}"]
@@ -84,9 +88,19 @@ def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> 
         if verify:
             split.verify()
     lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {Shards(path).fingerprint}")
-    console.print("\n".join(lines), highlight=False)
+    report = read_report(path)
+    if report:
+        lines += render_report(report, limit)
+    console.print("\n".join(lines), highlight=False, markup=False)
     if verify:
         console.print("        all files match the manifest", style="green")
+
+
+def shards_as_json(path: str) -> str:
+    """Returns the manifest of a folder of token shards, and the report of what was removed from the text, as JSON."""
+    manifest = read_manifest(path)
+    values = asdict(manifest) | {"fingerprint": Shards(path).fingerprint, "report": read_report(path)}
+    return json.dumps(values, indent=1)
 
 
 def _render(batch: SequenceBatch, tokenizer: Tokenizer, limit: int) -> Iterator[Text]:

@@ -1,7 +1,8 @@
 """Tokenizes text into a folder of token shards on all cores; resumes if interrupted. No torch.
 
 All files are written to `OUT.partial`: first `plan.json` (the input files and the work units), then for each work unit its shards
-and `unit-00012.json`, and finally the manifest. The complete folder is renamed to `OUT`.
+and `unit-00012.json`, and finally the report and the manifest. The complete folder is renamed to `OUT`. The stages of `quality`
+have passes over the text before tokenization, and write to `OUT.partial/stages`.
 """
 
 import json
@@ -9,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,11 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import File, convert_write_errors, list_inputs
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
-from titanlike.data.tokens.tokenization import FileSpan, Options, WorkUnit, WorkUnitResult, check_free_space, finish
+from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, check_free_space, finish
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.tools.data.quality.options import FOLDER, Job, Quality, Stage
+from titanlike.tools.data.quality.report import REASONS
+from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
 from titanlike.tools.data.work_units import read_result, split_work_units
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
@@ -42,6 +46,11 @@ class Progress:
     tokens: int  # made since this start
     seconds: float  # since this start
     already_complete: bool = False  # an earlier start finished the folder
+    stage: tuple[int, int, Stage] = (
+        1,
+        1,
+        "tokenize",
+    )  # number of the pass over the text, how many there are, and its name
 
 
 OnProgress = Callable[[Progress], None]
@@ -54,21 +63,26 @@ def prepare(
     *,
     fields: Fields | None = None,
     validation_share: float = 0.0,
+    test_share: float = 0.0,
+    quality: Quality | None = None,
     workers: int | None = None,
     bad: Literal["stop", "skip"] = "stop",
     on_progress: OnProgress = lambda progress: None,
 ) -> Manifest:
     """Tokenizes files, folders, patterns or URLs into a folder of token shards. After an interruption the same call resumes.
 
-    `workers` is the number of processes: by default one for each core; with 0 this process does the work. `bad` says whether a
-    bad record raises or is skipped and counted. `on_progress` is called a few times a second.
+    `quality` selects documents. `workers` is the number of processes: by default one for each core; with 0 this process does the
+    work. `bad` says whether a bad record raises or is skipped and counted. `on_progress` is called a few times a second.
     """
-    if not 0.0 <= validation_share < 1.0:
-        raise UserError(f"--validation = {validation_share}: give a fraction of the documents, at least 0 and below 1")
+    for name, share in (("--validation", validation_share), ("--test", test_share)):
+        if not 0.0 <= share < 1.0:
+            raise UserError(f"{name} = {share}: give a fraction of the documents, at least 0 and below 1")
+    if validation_share + test_share >= 1.0:
+        raise UserError(f"--validation = {validation_share} and --test = {test_share} leave no document for training")
     if not out.name:
         raise UserError(f"--out = {str(out)!r} is not a name for a new folder")
     built = build_tokenizer(tokenizer)
-    fields = fields or Fields()
+    fields, quality = fields or Fields(), quality or Quality()
     partial = out.with_name(f"{out.name}.partial")
     with convert_write_errors(out), _locked(out):
         outputs = {out.resolve(), partial.resolve()}
@@ -82,6 +96,8 @@ def prepare(
             "prompt_field": fields.prompt,
             "validation": validation_share,
             "files": [[file.name, file.size, file.version] for file in files],
+            **({"test": test_share} if test_share else {}),
+            **quality.parameters(),
         }
         if (out / MANIFEST).exists():
             _check_same_parameters(out, parameters)
@@ -91,9 +107,15 @@ def prepare(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a folder of token shards; give another --out")
         units = _plan(partial, files, parameters)
-        options = Options(partial, tokenizer, fields, validation_share, bad == "skip")
-        results = _process(units, options, built, workers, on_progress)
-        manifest = finish(partial, out, results, built, options, files)
+        job = Job(partial, tokenizer, fields, validation_share, bad == "skip", test_share, quality)
+        results = _process(units, job, built, workers, on_progress)
+        found = build_report(results, job)
+        if not found.documents["kept"].documents and found.removed:
+            shutil.rmtree(partial)
+            counts = ", ".join(f"{tally.documents:,} for {REASONS[reason]}" for reason, tally in found.removed.items())
+            raise UserError(f"every document was removed: {counts}; give other limits, or another --filter")
+        found.write(partial)
+        manifest = finish(partial, out, results, built, job, files)
         _remove_results(out)
         return manifest
 
@@ -115,14 +137,14 @@ def _locked(out: Path) -> Iterator[None]:
 def _plan(partial: Path, files: Sequence[File], parameters: dict[str, Any]) -> list[WorkUnit]:
     """Returns the work units of the start that is resumed, or creates them."""
     plan = partial / PLAN
-    if any(partial.glob("unit-*.json")):
+    if any(partial.glob("unit-*.json")) or any((partial / FOLDER).glob("*")):
         _check_same_parameters(partial, parameters)
     else:
         if plan.exists():
             shutil.rmtree(partial)  # no finished work is lost
         indices = {id(file): index for index, file in enumerate(files)}
         units = [[(indices[id(s.file)], s.size, s.bounds) for s in unit.spans] for unit in split_work_units(files)]
-        partial.mkdir(parents=True, exist_ok=True)
+        (partial / FOLDER).mkdir(parents=True, exist_ok=True)
         atomic_write_text(plan, json.dumps({**parameters, "units": units}))
         fsync_directory(partial)
     return [
@@ -135,8 +157,11 @@ def _check_same_parameters(folder: Path, parameters: dict[str, Any]) -> None:
     """Raises if the folder was created with other parameters."""
     try:
         before = json.loads((folder / PLAN).read_text())
+        keys = {"format": before["format"], **before, **parameters}
         differences = [
-            _difference(key, before[key], value) for key, value in parameters.items() if before[key] != value
+            _difference(key, before.get(key), parameters.get(key))
+            for key in keys
+            if key != "units" and before.get(key) != parameters.get(key)
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         differences = [f"its {PLAN} cannot be read ({type(error).__name__}: {error})"]
@@ -150,6 +175,10 @@ def _check_same_parameters(folder: Path, parameters: dict[str, Any]) -> None:
 def _difference(key: str, before: Any, now: Any) -> str:
     if key == "tokenizer":
         return "the tokenizer differs"
+    if key == "filter" and before and now and before[0] == now[0]:
+        return f"the source of --filter {now[0]} has changed"
+    if key == "filter":
+        before, now = (value and value[0] for value in (before, now))
     if key != "files":
         return f"--{key.replace('_', '-')} was {before!r} and is {now!r}"
     old, new = ({name: rest for name, *rest in files} for files in (before, now))
@@ -164,35 +193,55 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 def _process(
-    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
+    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> list[WorkUnitResult]:
-    """Processes all work units that are not finished. Returns the results of all, in order."""
-    token_bytes = np.dtype(tokenizer.dtype).itemsize
-    earlier = (read_result(options.folder, unit.number, token_bytes) for unit in units)
-    results = {result.unit: result for result in earlier if result is not None}
-    remaining = [unit for unit in units if unit.number not in results]
-    total = sum(unit.size for unit in units)
-    resumed = total - sum(unit.size for unit in remaining)
-    started = time.monotonic()
-
-    def report(read: int, tokens: int) -> None:
-        on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started))
-
-    check_free_space(options.folder, [span for unit in remaining for span in unit.spans], tokenizer)
-    count = min(system.num_cores() if workers is None else workers, len(remaining))
-    try:
-        if count and len(remaining) > 1:
-            new = process_in_parallel(remaining, options, count, report)
-        else:
-            new = process_serially(remaining, options, tokenizer, report)
-    finally:
-        for path in options.folder.glob("*.partial"):  # left by processes that were killed
-            path.unlink()
-    results |= {result.unit: result for result in new}
+    """Does all passes over the work units that are not finished. Returns the results of tokenization, in order."""
+    results: dict[int, WorkUnitResult] = {}
+    for stage in job.quality.stages:
+        results = _process_stage(units, replace(job, stage=stage), tokenizer, workers, on_progress)
     return [results[unit.number] for unit in units]
 
 
+def _process_stage(
+    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
+) -> dict[int, WorkUnitResult]:
+    """Does one pass over the work units that are not finished. Returns the results of tokenization by the number of the unit."""
+    token_bytes = np.dtype(tokenizer.dtype).itemsize
+    finished = {unit.number for unit in units if is_finished(unit.number, job)}
+    results: dict[int, WorkUnitResult] = {}
+    if job.stage == "tokenize":
+        earlier = (read_result(job.folder, number, token_bytes) for number in finished)
+        results = {result.unit: result for result in earlier if result is not None}
+        finished = set(results)
+    remaining = [unit for unit in units if unit.number not in finished]
+    total = sum(unit.size for unit in units)
+    resumed = total - sum(unit.size for unit in remaining)
+    started = time.monotonic()
+    stages = job.quality.stages
+    place = (stages.index(job.stage) + 1, len(stages), job.stage)
+
+    def report(read: int, tokens: int) -> None:
+        on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started, stage=place))
+
+    check_free_space(job.folder, [span for unit in remaining for span in unit.spans], tokenizer)
+    count = min(system.num_cores() if workers is None else workers, len(remaining))
+    try:
+        if count and len(remaining) > 1:
+            new = process_in_parallel(remaining, job, count, report)
+        else:
+            new = process_serially(remaining, job, tokenizer, report)
+        finish_stage(units, job)
+    finally:
+        for path in [
+            *job.folder.glob("*.partial"),
+            *job.stages.glob("*.partial"),
+        ]:  # left by processes that were killed
+            path.unlink()
+    return results | {result.unit: result for result in new if result}
+
+
 def _remove_results(out: Path) -> None:
-    """Removes the results of the work units, which only a resume needs."""
+    """Removes the results of the work units and of the stages, which only a resume needs."""
     for path in out.glob("unit-*.json"):
         path.unlink()
+    shutil.rmtree(out / FOLDER, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tokenizes work units, in this process or in parallel worker processes. No torch.
+"""Processes work units, in this process or in parallel worker processes. No torch.
 
 Worker processes are spawned: a forked copy of the parent would inherit the state of locks that the parent's other threads hold.
 They exit when the parent dies, and leave Ctrl-C to the parent.
@@ -19,25 +19,28 @@ from types import ModuleType
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.tokens.tokenization import Options, ReportProgress, WorkUnit, WorkUnitResult, tokenize
+from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.stages import process
 from titanlike.tools.data.work_units import write_result
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds
 
 
-def process_work_unit(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult:
-    """Tokenizes a work unit and writes its result."""
-    result = tokenize(unit, options, tokenizer, report)
-    write_result(result, options.folder)
+def process_work_unit(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
+    """Does one pass over a work unit and writes its result."""
+    result = process(unit, job, tokenizer, report)
+    if result:
+        write_result(result, job.folder)
     return result
 
 
 def process_serially(
-    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, report: ReportProgress
-) -> list[WorkUnitResult]:
-    """Tokenizes work units in this process. Calls `report` like `process_in_parallel`."""
+    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, report: ReportProgress
+) -> list[WorkUnitResult | None]:
+    """Processes work units in this process. Calls `report` like `process_in_parallel`."""
     read = tokens = 0
     last_report = time.monotonic()
 
@@ -49,15 +52,15 @@ def process_serially(
             last_report = time.monotonic()
             report(read, tokens)
 
-    results = [process_work_unit(unit, options, tokenizer, add) for unit in units]
+    results = [process_work_unit(unit, job, tokenizer, add) for unit in units]
     report(read, tokens)
     return results
 
 
 def process_in_parallel(
-    units: Sequence[WorkUnit], options: Options, num_workers: int, report: ReportProgress
-) -> list[WorkUnitResult]:
-    """Tokenizes work units in `num_workers` processes, which have ended when this function returns or raises.
+    units: Sequence[WorkUnit], job: Job, num_workers: int, report: ReportProgress
+) -> list[WorkUnitResult | None]:
+    """Processes work units in `num_workers` processes, which have ended when this function returns or raises.
 
     Calls `report` every `PROGRESS_INTERVAL` seconds with the bytes read and the tokens made so far.
     """
@@ -65,8 +68,8 @@ def process_in_parallel(
     # Process id, bytes read and tokens made of each work unit. Only one process writes to an entry, so no lock is needed.
     status = context.RawArray("q", 3 * len(units))
     earlier = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(num_workers, context, _initialize, (options, status))
-    pending: set[Future[WorkUnitResult]] = set()
+    executor = ProcessPoolExecutor(num_workers, context, _initialize, (job, status))
+    pending: set[Future[WorkUnitResult | None]] = set()
     workers: set[BaseProcess] = set()
     results = []
     try:
@@ -124,15 +127,15 @@ def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status
 
 
 # State of a worker process. An initializer of ProcessPoolExecutor can only set globals.
-_state: tuple[Options, Tokenizer, Any]
+_state: tuple[Job, Tokenizer, Any]
 
 
-def _initialize(options: Options, status: Any) -> None:
+def _initialize(job: Job, status: Any) -> None:
     global _state
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Each process has a core: the library's own threads would compete with the other processes.
     system.set_variables({"TOKENIZERS_PARALLELISM": "false"})
-    _state = options, build_tokenizer(options.tokenizer), status
+    _state = job, build_tokenizer(job.tokenizer), status
 
 
 def _exit_with_parent() -> None:
@@ -142,8 +145,8 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _run(index: int, unit: WorkUnit) -> WorkUnitResult:
-    options, tokenizer, status = _state
+def _run(index: int, unit: WorkUnit) -> WorkUnitResult | None:
+    job, tokenizer, status = _state
     status[3 * index] = os.getpid()
 
     def report(read: int, tokens: int) -> None:
@@ -151,7 +154,7 @@ def _run(index: int, unit: WorkUnit) -> WorkUnitResult:
         status[3 * index + 2] += tokens
 
     try:
-        return process_work_unit(unit, options, tokenizer, report)
+        return process_work_unit(unit, job, tokenizer, report)
     except MemoryError:
         os.kill(os.getpid(), signal.SIGKILL)  # reported as if the kernel had killed the process
         raise

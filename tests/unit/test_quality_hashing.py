@@ -1,0 +1,158 @@
+"""Hashes of words, shingles and lines, and MinHash, against plain Python."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlike.tools.data.quality import hashing
+from titanlike.tools.data.quality.forest import compress, equal_neighbors, link
+from titanlike.tools.data.quality.hashing import Words, lines_of, pieces, select, shingles_of, words_of
+from titanlike.tools.data.quality.minhash import BANDS, ROWS, band_keys, signatures_of
+from titanlike.tools.data.quality.runs import is_complete, merge, write_run
+
+
+def split(words: Words) -> list[list[int]]:
+    return [words.hashes[start:end].tolist() for start, end in pairwise([0, *words.ends.tolist()])]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello, World -- hello\tworld", "hello world hello world"),
+        ("", ""),
+        (" .,! ", ""),
+        ("a_b1 c's", "a b1 c s"),
+        ("«été» “fin”… l\u00a0an", "été fin l an"),
+        ("今天天气,好 ok", "今 天 天 气 好 ok"),
+        ("ひらがな。カ「タ」", "ひ ら が な カ タ"),
+        ("สวัสดี a", "ส ว ั ส ด ี a"),
+        ("한국어 문장", "한국어 문장"),
+        ("go 🎉🎉now", "go 🎉 🎉 now"),
+    ],
+)
+def test_words_of_a_text(text: str, expected: str) -> None:
+    [found], words = split(words_of([text.encode()])), expected.split()
+    assert found == [split(words_of([word.encode()]))[0][0] for word in words]
+    assert len(set(found)) == len(set(words))
+
+
+def random_texts(rng: random.Random, count: int) -> list[str]:
+    return [" ".join(rng.choices("abcdefgh", k=rng.choice([0, 1, 3, 4, 5, 6, 300]))) for _ in range(count)]
+
+
+def test_shingles_are_those_of_each_text_alone() -> None:
+    texts = random_texts(random.Random(0), 60)
+    words = words_of([text.encode() for text in texts])
+    for size in (2, 5):
+        values: dict[tuple[str, ...], int] = {}
+        for text, found in zip(texts, split(shingles_of(words, size)), strict=True):
+            tokens = text.split()
+            expected = [tuple(tokens[at : at + size]) for at in range(max(len(tokens) - size + 1, min(len(tokens), 1)))]
+            assert len(found) == len(expected)
+            assert all(values.setdefault(key, value) == value for key, value in zip(expected, found, strict=True))
+        assert len(set(values.values())) == len(values)
+    kept = [number % 3 == 0 for number in range(60)]
+    assert split(select(words, kept)) == split(words)[::3]
+
+
+def test_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = random_texts(random.Random(1), 20)
+    contents = [text.encode() for text in texts]
+    expected = split(words_of(contents))
+    monkeypatch.setattr(hashing, "PIECE", 64)
+    monkeypatch.setattr(hashing, "GROUP", 100)
+    assert split(words_of(contents)) == expected
+    for content in (*contents, b"x" * 500):
+        assert b"".join(pieces(content)) == content
+        assert max(map(len, pieces(content))) <= 64
+
+
+def test_lines_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"  hello world\t\n\nshort\nhello  world\nhello world\r\n" + "grüße an alle".encode()
+    contents = [text, b"", b"hello world\n", b"\n \n", text * 3]
+    expected = ["hello world", "hello  world", "hello world", "grüße an alle"]
+    for piece in (hashing.PIECE, 64):
+        monkeypatch.setattr(hashing, "PIECE", piece)
+        lines = lines_of(contents)
+        found = [
+            contents[number][start:end].decode().strip()
+            for number, start, end in zip(lines.texts, lines.starts, lines.ends, strict=True)
+        ]
+        joined = ["grüße an alle  hello world"]  # between two copies of the text, which ends without a line break
+        assert found == [*expected, "hello world", *expected[:3], *joined, *expected[1:3], *joined, *expected[1:]]
+        assert lines.texts.tolist() == [0] * 4 + [2] + [4] * 10
+        assert len(set(zip(lines.hashes.tolist(), found, strict=True))) == 4
+        assert len(set(lines.hashes.tolist())) == 4
+        assert lines.sizes.tolist() == [len(each.encode()) for each in found]
+    assert not len(lines_of([b"", b"\n"]).hashes)
+
+
+def test_signatures_estimate_the_similarity() -> None:
+    rng = np.random.default_rng(0)
+    errors = []
+    for shared in (0, 50, 200, 350, 400):
+        # Two sets of 400 values, `shared` of which are the same.
+        both = np.array([rng.integers(0, 2**63, 400, dtype=np.uint64) for _ in range(2)])
+        both[1, :shared] = both[0, :shared]
+        first, second = signatures_of(Words(both.ravel(), np.array([400, 800])))
+        errors.append(np.mean(first == second) - shared / (800 - shared))
+    assert np.abs(errors).max() < 0.12  # 2.5 standard deviations of 112 drawn permutations
+    assert errors[0] == errors[-1] == 0
+
+
+def test_signature_does_not_depend_on_the_other_texts() -> None:
+    texts = [*random_texts(random.Random(2), 40), " ".join(map(str, range(20_000))), "", "last one"]
+    together = signatures_of(shingles_of(words_of([text.encode() for text in texts])))
+    for text, signature in zip(texts, together, strict=True):
+        assert (signatures_of(shingles_of(words_of([text.encode()])))[0] == signature).all()
+    keys = band_keys(together)
+    assert keys.shape == (len(texts), BANDS)
+    changed = together.copy()
+    changed[:, ROWS] ^= 1  # of the second band
+    assert ((band_keys(changed) != keys) == (np.arange(BANDS) == 1)).all()
+
+
+def test_clusters_against_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    parents = np.arange(300, dtype=np.uint32)
+    pairs = rng.integers(0, 300, (160, 2))
+    neighbors: dict[int, set[int]] = {number: {number} for number in range(300)}
+    for chunk in np.split(pairs, 4):
+        link(parents, *chunk.T)
+    for first, second in pairs.tolist():
+        joined = neighbors[first] | neighbors[second]
+        for member in joined:
+            neighbors[member] = joined
+    compress(parents)
+    assert parents.tolist() == [min(neighbors[number]) for number in range(300)]
+    first, second = equal_neighbors(np.array([7, 3, 7, 7, 3], np.uint64), np.arange(5))
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(1, 4), (0, 2), (2, 3)]
+
+
+def test_merge_yields_every_record_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    expected, paths = [], []
+    for number, count in enumerate((0, 1, 300, 77)):
+        keys = np.unique(rng.integers(0, 2**64, count, dtype=np.uint64))
+        values = rng.integers(0, 2**32, len(keys), dtype=np.uint32)
+        paths.append(tmp_path / str(number))
+        write_run(paths[-1], keys, values)
+        assert is_complete(paths[-1])
+        expected += [(key, number, value) for key, value in zip(keys.tolist(), values.tolist(), strict=True)]
+    for max_records in (10, 100, 10**6):
+        parts = list(merge(paths, max_records))
+        assert len(parts) == -(-len(expected) // max_records)
+        assert max(len(part.keys) for part in parts) < 2 * max_records + 10
+        found = [
+            list(zip(part.keys.tolist(), part.files.tolist(), part.numbers.tolist(), strict=True)) for part in parts
+        ]
+        assert sorted(record for part in found for record in part) == sorted(expected)
+        ranges = [(min(part), max(part)) for part in found if part]
+        assert all(before[1] < after[0] for before, after in pairwise(ranges))
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    assert not is_complete(paths[2])
+    assert not is_complete(tmp_path / "missing")
+    assert list(merge([])) == []

@@ -1,0 +1,1 @@
+"""What documents are worth training on: duplicates, filters and repeated lines, as stages of `titanlike data prepare`."""

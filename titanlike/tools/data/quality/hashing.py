@@ -1,0 +1,246 @@
+"""Hashes of the words, shingles and lines of texts, computed by numpy over a batch of texts. They depend on the text only.
+
+A text is UTF-8. The hash of a range of bytes is a polynomial modulo 2**64 in a fixed odd base. Its coefficients are random numbers,
+one for each of the 256 byte values. A prefix sum over the batch gives every range by one subtraction, whatever its length.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+GROUP = 2**17  # bytes of short texts that are hashed at once: the arrays stay in the cache
+PIECE = 2**18  # bytes of a longer text that are hashed at once; bounds the memory and the tables
+SHINGLE = 5  # words
+MIN_LINE = 8  # bytes of the shortest line that has a hash, so that brackets and list markers have none
+
+_SEPARATOR, _WORD, _SINGLE = 0, 1, 2
+_SINGLE_LEADS = [*range(0xE3, 0xEA), 0xF0]  # first bytes of Chinese and Japanese characters and of symbols: a word each
+# Two-byte prefixes, and the third bytes, of punctuation and spaces beyond ASCII.
+_PUNCTUATION = {
+    (0xE2, 0x80): (0x80, 0xBF),  # general punctuation
+    (0xE2, 0x81): (0x80, 0x9F),
+    (0xE3, 0x80): (0x80, 0x9F),  # Chinese and Japanese punctuation
+    (0xEF, 0xBC): (0x81, 0x8F),  # fullwidth forms
+}
+# Thai, Lao, Burmese and Khmer are written without spaces between words, too.
+_UNSPACED = {
+    (0xE0, 0xB8),
+    (0xE0, 0xB9),
+    (0xE0, 0xBA),
+    (0xE0, 0xBB),
+    (0xE1, 0x80),
+    (0xE1, 0x81),
+    (0xE1, 0x9E),
+    (0xE1, 0x9F),
+}
+
+
+class Words(NamedTuple):
+    """Values of the words or shingles of several texts, one text after the other."""
+
+    hashes: Hashes  # (W,)
+    ends: Numbers  # (N,) index after the last one of each text
+
+
+class _Tables(NamedTuple):
+    classes: bytes  # class of each byte
+    words: Hashes  # (256,) coefficient of each byte; upper case has that of lower case
+    lines: Hashes  # (256,) zero for white space
+    powers: Hashes  # (PIECE + 1,)
+    inverse_powers: Hashes
+
+
+@cache
+def _tables() -> _Tables:
+    classes = bytearray([_SEPARATOR] * 128 + [_WORD] * 128)
+    for byte in range(128):
+        if chr(byte).isalnum():
+            classes[byte] = _WORD
+    for byte in _SINGLE_LEADS:
+        classes[byte] = _SINGLE
+    coefficients = mix(np.arange(1, 257, dtype=np.uint64))
+    words, lines = coefficients.copy(), coefficients.copy()
+    words[ord("A") : ord("Z") + 1] = words[ord("a") : ord("z") + 1]
+    lines[list(b" \t\r\v\f\n")] = 0
+    base = 0x9E3779B97F4A7C15
+    powers, inverse = (
+        np.cumprod(np.array([1] + [factor] * (2 * PIECE), np.uint64), dtype=np.uint64)
+        for factor in (base, pow(base, -1, 2**64))
+    )
+    return _Tables(bytes(classes), words, lines, powers, inverse)
+
+
+def mix(values: Hashes) -> Hashes:
+    """Returns a bijective hash of each value, whose bits all depend on all bits (the finalizer of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Hashes = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def groups(sizes: Iterable[int], limit: int = GROUP) -> Iterator[slice]:
+    """Groups consecutive texts of these sizes, so that a group has at most `limit` bytes or is one text."""
+    start = total = number = 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > limit:
+            yield slice(start, number)
+            start, total = number, 0
+        total += size
+    yield slice(start, number + 1)
+
+
+def pieces(content: bytes) -> list[bytes]:
+    """Splits a long text into pieces that are hashed one by one, between lines or words if it has any."""
+    if len(content) <= PIECE:
+        return [content]
+    found, start = [], 0
+    while len(content) - start > PIECE:
+        middle, limit = start + PIECE // 2, start + PIECE
+        end = (content.rfind(b"\n", middle, limit) + 1) or (content.rfind(b" ", middle, limit) + 1) or limit
+        found.append(content[start:end])
+        start = end
+    return [*found, content[start:]]
+
+
+def words_of(contents: Sequence[bytes]) -> Words:
+    """Returns the hashes of the words of each text: runs of letters and digits, without regard to the case of ASCII letters.
+
+    In scripts without spaces between words, each character is a word.
+    """
+    of_texts = [pieces(content) for content in contents]
+    flat = [piece for of_text in of_texts for piece in of_text]
+    found = [_hash_words(flat[group]) for group in groups(len(piece) + 1 for piece in flat)]
+    hashes = np.concatenate([words.hashes for words in found])
+    before = np.cumsum([0] + [len(words.hashes) for words in found])
+    ends = np.concatenate([words.ends + start for words, start in zip(found, before[:-1], strict=True)])
+    return Words(hashes, ends[np.cumsum([len(of_text) for of_text in of_texts]) - 1])
+
+
+def _hash_words(contents: Sequence[bytes]) -> Words:
+    """Returns the hashes of the words of texts that are not long."""
+    tables = _tables()
+    joined = b"\n".join(contents) + b"\n"
+    codes = np.frombuffer(bytearray(joined.translate(tables.classes)), np.uint8)
+    content = np.frombuffer(joined, np.uint8)
+    if not joined.isascii():
+        _classify_characters(content, codes)
+    is_word = codes != _SEPARATOR  # the last byte is a line break
+    boundaries = np.flatnonzero(np.diff(is_word, prepend=False))
+    starts, ends = boundaries[::2], boundaries[1::2]
+    singles = np.flatnonzero(codes == _SINGLE)
+    if len(singles):
+        after = singles + np.where(content[singles] == 0xF0, 4, 3)
+        after = after[after < len(content)]
+        cuts = np.concatenate([singles, after[is_word[after]]])
+        starts = np.union1d(starts, cuts)
+        ends = np.union1d(ends, cuts[is_word[cuts - 1] & (cuts > 0)])
+    hashes = _ranges(content, tables.words, starts, ends)
+    text_ends = np.cumsum([len(each) + 1 for each in contents])
+    return Words(hashes, np.searchsorted(starts, text_ends))
+
+
+def shingles_of(words: Words, size: int = SHINGLE) -> Words:
+    """Returns the hashes of all sequences of `size` consecutive words. A text with fewer words has one, of all its words."""
+    counts = np.diff(words.ends, prepend=0)
+    # Zeros behind each text, so that no shingle has words of two texts.
+    padded = np.zeros(len(words.hashes) + (size - 1) * len(counts) + size, np.uint64)
+    of_word = np.arange(len(words.hashes)) + (size - 1) * np.repeat(np.arange(len(counts)), counts)
+    padded[of_word] = words.hashes
+    num_shingles = np.where(counts >= size, counts - size + 1, np.minimum(counts, 1))
+    ends = np.cumsum(num_shingles)
+    starts = words.ends - counts + (size - 1) * np.arange(len(counts))  # of the texts in `padded`
+    indices = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + num_shingles, num_shingles)
+    hashes = padded[indices]
+    for offset in range(1, size):
+        hashes = hashes * np.uint64(0xD1342543DE82EF95) + padded[indices + offset]
+    return Words(mix(hashes), ends)
+
+
+def select(words: Words, kept: Sequence[bool]) -> Words:
+    """Returns the words of some of the texts."""
+    counts = np.diff(words.ends, prepend=0)
+    return Words(words.hashes[np.repeat(kept, counts)], np.cumsum(counts[np.array(kept, bool)]))
+
+
+class Lines(NamedTuple):
+    """The lines of several texts that have a hash, one text after the other."""
+
+    hashes: Hashes  # (L,)
+    starts: Numbers  # (L,) first byte of the line in its text
+    ends: Numbers  # (L,) after its line break
+    sizes: Numbers  # (L,) bytes without surrounding white space
+    texts: Numbers  # (L,) number of the text of each
+
+
+def lines_of(contents: Sequence[bytes]) -> Lines:
+    """Returns the lines of each text of at least `MIN_LINE` bytes without surrounding white space."""
+    of_texts = [pieces(content) for content in contents]
+    flat = [piece for of_text in of_texts for piece in of_text]
+    counts = [len(of_text) for of_text in of_texts]
+    texts = np.repeat(np.arange(len(contents)), counts)
+    sizes = np.array([len(piece) for piece in flat])
+    before = np.cumsum(sizes) - sizes
+    offsets = before - np.repeat(before[np.cumsum(counts) - counts], counts)  # of the pieces in their text
+    found = []
+    for group in groups(len(piece) + 1 for piece in flat):
+        lines = _hash_lines(flat[group])
+        of_group = slice(group.start, group.start + len(flat[group]))
+        at, shift = texts[of_group][lines.texts], offsets[of_group][lines.texts]
+        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, lines.sizes, at))
+    return Lines(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _hash_lines(contents: Sequence[bytes]) -> Lines:
+    """Returns the lines of texts that are not long."""
+    tables = _tables()
+    content = np.frombuffer(b"\n".join(contents) + b"\n", np.uint8)
+    text_ends = np.cumsum([len(each) + 1 for each in contents])
+    ends = np.flatnonzero(content == 10) + 1
+    starts = np.append(0, ends[:-1])
+    visible = np.flatnonzero(tables.lines[content])
+    if not len(visible):
+        return Lines(np.empty(0, np.uint64), *[np.empty(0, np.int64)] * 4)
+    first = visible[np.minimum(np.searchsorted(visible, starts), len(visible) - 1)]
+    last = visible[np.searchsorted(visible, ends) - 1] + 1
+    kept = (last - first >= MIN_LINE) & (first >= starts) & (last <= ends)
+    starts, ends, first, last = starts[kept], ends[kept], first[kept], last[kept]
+    texts = np.searchsorted(text_ends, starts, side="right")
+    sizes = np.diff(text_ends, prepend=0) - 1
+    before = text_ends - sizes - 1
+    in_text = np.minimum(ends - before[texts], sizes[texts])  # the last line of a text may have no line break
+    return Lines(_ranges(content, tables.lines, first, last), starts - before[texts], in_text, last - first, texts)
+
+
+def _classify_characters(content: npt.NDArray[Any], codes: npt.NDArray[np.uint8]) -> None:
+    """Corrects the classes of characters whose first byte does not tell."""
+    last = len(content) - 3
+    for lead in {prefix[0] for prefix in (*_PUNCTUATION, *_UNSPACED)}:
+        at = np.flatnonzero(content == lead)
+        at = at[at <= last]
+        for (first, second), (low, high) in _PUNCTUATION.items():
+            if first == lead:
+                third = content[at + 2]
+                found = at[(content[at + 1] == second) & (third >= low) & (third <= high)]
+                codes[found] = codes[found + 1] = codes[found + 2] = _SEPARATOR
+        for first, second in _UNSPACED:
+            if first == lead:
+                codes[at[content[at + 1] == second]] = _SINGLE
+    at = np.flatnonzero(content == 0xC2)  # no-break space, quotation marks and other signs
+    codes[at] = codes[at[at <= last] + 1] = _SEPARATOR
+
+
+def _ranges(content: npt.NDArray[np.uint8], coefficients: Hashes, starts: Numbers, ends: Numbers) -> Hashes:
+    """Returns the hash of each range of bytes, which does not depend on its position."""
+    tables = _tables()
+    sums = np.empty(len(content) + 1, np.uint64)
+    sums[0] = 0
+    np.take(coefficients, content, out=sums[1:], mode="clip")
+    sums[1:] *= tables.powers[: len(content)]
+    np.cumsum(sums[1:], out=sums[1:])
+    return mix((sums[ends] - sums[starts]) * tables.inverse_powers[starts])

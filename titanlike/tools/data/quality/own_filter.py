@@ -1,0 +1,100 @@
+"""A filter of one's own: a function in a Python file, which says whether a document is kept, or returns another text for it."""
+
+import hashlib
+import inspect
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import UserError
+
+
+@dataclass(frozen=True)
+class OwnFilter:
+    """A function that is named `FILE.py:FUNCTION`, and the hash of its file when the command started."""
+
+    name: str
+    source: str
+
+    @property
+    def takes_record(self) -> bool:
+        """Whether the function takes the complete record: its first parameter is called `record`."""
+        return _load(self).takes_record
+
+    def apply(self, text: str, record: dict[str, Any] | None, where: Callable[[], str]) -> str | None:
+        """Returns the text of a document that is kept, and None for one that is removed. `where` names its file and line, for
+        errors."""
+        function, takes_record = _load(self).function, self.takes_record
+        try:
+            result = function(record if takes_record else text)
+        except Exception as error:
+            raise UserError(f"{where()}: --filter {self.name} raised {type(error).__name__}: {error}") from error
+        if isinstance(result, str):
+            try:
+                result.encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    f"{where()}: --filter {self.name} returned a text that is not UTF-8: a lone surrogate"
+                ) from None
+            return result or None
+        if isinstance(result, bool):
+            return text if result else None
+        raise UserError(
+            f"{where()}: --filter {self.name} returned {type(result).__name__}; return True to keep the document, False to remove "
+            "it, or its new text"
+        )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    function: Callable[[Any], Any]
+    takes_record: bool
+
+
+def open_filter(name: str) -> OwnFilter:
+    """Checks a name `FILE.py:FUNCTION` and returns its filter."""
+    file, separator, function = name.rpartition(":")
+    if not separator or not file.endswith(".py") or not function.isidentifier():
+        raise UserError(f"--filter {name}: give a file and a function, such as my_filter.py:keep")
+    own = OwnFilter(name, _hash(name, Path(file)))
+    _load(own)
+    return own
+
+
+def _hash(name: str, file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UserError(f"--filter {name}: {file} cannot be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=1)
+def _load(own: OwnFilter) -> _Loaded:
+    file, _, name = own.name.rpartition(":")
+    if _hash(own.name, Path(file)) != own.source:
+        raise UserError(f"--filter {own.name}: {file} has changed since the command started; run the command again")
+    try:
+        names = runpy.run_path(file)
+    except Exception as error:
+        raise UserError(f"--filter {own.name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    function = names.get(name)
+    if not callable(function):
+        functions = ", ".join(each for each, value in names.items() if inspect.isfunction(value)) or "none"
+        raise UserError(f"--filter {own.name}: {file} has no function {name!r}; its functions: {functions}")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return _Loaded(function, False)
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) > 1 or not parameters:
+        raise UserError(
+            f"--filter {own.name}: {name} must take one argument: text, or record for all fields of the record"
+        )
+    return _Loaded(function, parameters[0].name == "record")
