@@ -22,6 +22,9 @@ CREDENTIALS = {
 }  # fmt: skip
 FULL = 4096  # bytes, the largest size of a file on a disk that is full
 UNLIMITED = resource.RLIM_INFINITY
+MIN_SAMPLES = (
+    15  # of each quarter of a run; shorter runs are not compared, as allocators and the client of a store still grow
+)
 
 
 class Store:
@@ -123,7 +126,7 @@ def growth(samples: dict[int, list[Usage]]) -> dict[str, dict[str, float]]:
         pairs = []
         for process in samples.values():
             quarter = len(process) // 4
-            if quarter >= 3:
+            if quarter >= MIN_SAMPLES:
                 values = [getattr(sample, name) for sample in process]
                 pairs.append((statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])))
         if pairs:

@@ -122,10 +122,10 @@ def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
 
 
 def test_growth_of_a_process_is_detected() -> None:
-    flat = [Usage(700.0 + step % 3, 20, 18) for step in range(40)]
-    held = growth({1: flat, 2: flat[:5]})  # the second has too few samples
+    flat = [Usage(700.0 + step % 3, 20, 18) for step in range(80)]
+    held = growth({1: flat, 2: flat[:10]})  # the second has too few samples
     assert held["memory_mib"]["largest_growth"] <= 1.0 and held["threads"]["late"] == 20
     soak._check_growth(held)
     for leak in (Usage(760.0, 20, 18), Usage(700.0, 21, 18), Usage(700.0, 20, 19)):
         with pytest.raises(RunCorrupt, match="holds more"):
-            soak._check_growth(growth({1: [*flat[:25], *[leak] * 15]}))
+            soak._check_growth(growth({1: [*flat[:50], *[leak] * 30]}))
