@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,15 @@ def newest_record(metrics: Path) -> int:
 class Start:
     """A start of `./run_train.sh`. Linux only: observes it in /proc."""
 
-    def __init__(self, arguments: list[str], run: Path, ranks: int) -> None:
+    def __init__(self, arguments: list[str], run: Path, ranks: int, more: Mapping[str, str] | None = None) -> None:
+        """`more` are environment variables."""
         self.run, self.metrics = run, run / "metrics.jsonl"
         self.log_file = run.parent / f"{run.name}.log"
         self._metrics_before = self._inode()
         self._first_step: float | None = None
         self._mark = secrets.token_hex(8)
         variables = launch_config.child_environment({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
+        variables |= more or {}
         variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
         self.started = time.monotonic()
         with self.log_file.open("w") as log:

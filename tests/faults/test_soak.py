@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import soak
 from benchmarks.comparison import RunCorrupt, differences, incomplete_directories, recorded_steps, verify_run
+from benchmarks.soak_faults import Usage, growth
 from tests.launching import ROOT
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
 from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, commit, file_of
@@ -103,9 +104,9 @@ def test_figures_exclude_starts_killed_before_their_first_step() -> None:
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
 def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    arguments = f"--kills 1 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
+    arguments = ["--kills", "1", "--ranks", "2", "--runs", "local disk", "--folder", str(tmp_path / "runs")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", *arguments.split()],
+        [sys.executable, "-m", "benchmarks.soak", *arguments, "--out", str(tmp_path / "found.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -113,7 +114,18 @@ def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["kills"]) == 1
-    assert found["differences"] == [] == found["leftovers"]
-    assert found["records_compared"] >= 20 and found["tensors_compared"] > 100
+    (run,) = found["runs"]
+    assert len(run["kills"]) == 1
+    assert run["differences"] == [] == run["leftovers"]
+    assert run["records_compared"] >= 20 and run["tensors_compared"] > 100
     assert soak.table(found) in done.stdout
+
+
+def test_growth_of_a_process_is_detected() -> None:
+    flat = [Usage(700.0 + step % 3, 20, 18) for step in range(80)]
+    held = growth({1: flat, 2: flat[:10]})  # the second has too few samples
+    assert held["memory_mib"]["largest_growth"] <= 1.0 and held["threads"]["late"] == 20
+    soak._check_growth(held)
+    for leak in (Usage(760.0, 20, 18), Usage(700.0, 21, 18), Usage(700.0, 20, 19)):
+        with pytest.raises(RunCorrupt, match="holds more"):
+            soak._check_growth(growth({1: [*flat[:50], *[leak] * 30]}))

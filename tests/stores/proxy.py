@@ -1,8 +1,9 @@
-"""A TCP proxy that can refuse its connections, as a store does that is lost."""
+"""A TCP proxy that can refuse and delay its connections, as a store does that is lost or slow."""
 
 import contextlib
 import socket
 import threading
+import time
 
 
 class Proxy:
@@ -11,6 +12,7 @@ class Proxy:
     def __init__(self, target: int) -> None:
         self._target = target
         self._closed = False
+        self.delay = 0.0  # seconds, of each part of up to 64 KiB
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
@@ -41,6 +43,7 @@ class Proxy:
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while content := source.recv(1 << 16):
+                time.sleep(self.delay)
                 target.sendall(content)
         for connection in (source, target):
             self._open.discard(connection)
