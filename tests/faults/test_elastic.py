@@ -12,8 +12,6 @@ import pytest
 
 from tests.launching import ROOT, SMALL, free_port, losses, records, run, start
 
-pytestmark = [pytest.mark.every, pytest.mark.minutes]  # real jobs, in sequence
-
 OPTIONS = SMALL | {
     "recipe": "./slow.py", "run.name": "run", "training.steps": "240", "checkpoint.interval": "10", "run.device": "cpu",
 }  # fmt: skip
@@ -95,6 +93,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     nodes.kill()
 
 
+@pytest.mark.every
+@pytest.mark.minutes
 def test_a_spare_node_replaces_a_lost_one_and_a_job_goes_on_with_fewer(nodes: Nodes, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "undisturbed"):
         folder.mkdir(exist_ok=True)
@@ -125,6 +125,7 @@ def test_a_spare_node_replaces_a_lost_one_and_a_job_goes_on_with_fewer(nodes: No
     assert losses(tmp_path / "runs/run") == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_spare_node_ends_with_the_job(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(PROGRAM)
     nodes = Nodes(tmp_path, "2:3")
@@ -135,6 +136,7 @@ def test_a_spare_node_ends_with_the_job(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "runs/run")) == 60
 
 
+@pytest.mark.slow
 def test_what_an_elastic_job_cannot_do_is_said(tmp_path: Path) -> None:
     shared = {"NPROC": "1", "NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     unnamed = run(tmp_path, variables=shared, **SMALL)
