@@ -28,7 +28,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -39,6 +38,8 @@ from benchmarks.comparison import RunCorrupt, differences, hashes, incomplete_di
 from benchmarks.figures import cpu_name
 from benchmarks.launches import ROOT, Start, newest_record
 from benchmarks.soak_faults import Store, Usage, disturb, growth, store, usage
+from benchmarks.soak_scenarios import AIMS, KINDS, PHASES, SCENARIOS, Scenario
+from benchmarks.soak_tables import figures, table
 from titanlike.checkpoint.store import name_of
 from titanlike.run.run_dir import versions
 
@@ -52,46 +53,6 @@ RECIPE = {
     "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "1", "metrics.trackers": "[]",
     "run.device": "cpu",
 }  # fmt: skip
-KINDS = {
-    "rank": "one rank, SIGKILL",
-    "all": "all processes, SIGKILL",
-    "launcher": "the launcher, SIGKILL",
-    "term": "the launcher, SIGTERM",
-}
-AIMS = {"start": 6, "load": 4, "steps": 4, "save": 6}  # kills out of twenty
-PHASES = {
-    "launch": "launcher start", "start": "rank start", "load": "loading", "steps": "training", "save": "saving",
-}  # fmt: skip
-LAYOUTS: tuple[dict[str, int], ...] = (
-    {},
-    {"replicate": 2},
-    {"tensor": 2},
-    {"pipeline": 2},
-    {"context": 2},
-)  # the other dimension is `shard`
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A run of the soak test."""
-
-    name: str
-    recipe: Mapping[str, str]
-    disturbances: tuple[str, ...]
-    layouts: tuple[Mapping[str, int], ...] = ({},)
-    """The layout of each start is drawn from these. With more than one, the numbers are close and not equal."""
-
-    @property
-    def is_exact(self) -> bool:
-        return len(self.layouts) == 1
-
-
-DROPOUT = {"model.dropout": "0.1"}
-SCENARIOS = (
-    Scenario("local disk", DROPOUT, ("paused rank", "full disk")),
-    Scenario("S3", DROPOUT | {"checkpoint.dir": "s3://soak"}, ("paused rank", "slow store", "lost store")),
-    Scenario("changing layouts", {}, ("paused rank", "full disk"), LAYOUTS),
-)
 TOLERANCE = 2e-3  # of the loss under another layout
 STEPS_PER_KILL = 20
 SECONDS_PER_KILL = 40.0  # of a run of --hours, to set its steps
@@ -356,77 +317,6 @@ def _check_growth(held: dict[str, dict[str, float]]) -> None:
         allowed = MEMORY_GROWTH * found["early"] if name == "memory_mib" else 0
         if found["largest_growth"] > allowed:
             raise RunCorrupt(f"a process of the undisturbed run holds more {name} late than early: {found}")
-
-
-def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns statistics of all kills of a run."""
-    kills = result["kills"]
-    # Kills aimed at the start hit slow starts more often: their times would be biased towards fast ones.
-    recoveries = [kill["first_step"] for kill in kills[1:] if kill["aim"] in ("steps", "save")] + [
-        result["last_recovery"]
-    ]
-    # After other kills, the ranks are signalled by the launcher or notice its death, and save before they exit.
-    abrupt = [kill["repeated_steps"] for kill in kills if kill["step"] and kill["kind"] in ("rank", "all")]
-    graceful = [kill for kill in kills if kill["step"] and kill["kind"] in ("term", "launcher")]
-    return {
-        "kills": len(kills),
-        "recoveries": len(recoveries),
-        "seconds_to_recover": _summary(recoveries),
-        "killed_in_training": len(abrupt),
-        "repeated_steps": _summary(abrupt),
-        "stopped_in_training": len(graceful),
-        "stopped_and_saved": sum(kill["repeated_steps"] == 0 for kill in graceful),
-        "saves_interrupted": sum(any("removed" not in name for name in kill["interrupted"]) for kill in kills),
-        "deletions_interrupted": sum(any("removed" in name for name in kill["interrupted"]) for kill in kills),
-    }
-
-
-def _summary(numbers: list[float]) -> dict[str, float]:
-    values = numbers or [0.0]
-    return {"median": statistics.median(values), "mean": statistics.fmean(values), "max": max(values)}
-
-
-def table(result: dict[str, Any]) -> str:
-    """Returns the tables of docs/checkpoints.md."""
-    runs = result["runs"]
-    kills = [kill for run in runs for kill in run["kills"]]
-    lines = ["| Killed | " + " | ".join(PHASES.values()) + " | total |", "|---|" + "---|" * (len(PHASES) + 1)]
-    for kind, name in [*KINDS.items(), ("", "total")]:
-        hit = Counter(kill["phase"] for kill in kills if kind in ("", kill["kind"]))
-        lines.append(
-            f"| {name} | " + " | ".join(str(hit.get(phase, 0)) for phase in PHASES) + f" | {sum(hit.values())} |"
-        )
-    columns = [_facts(run) for run in runs]
-    lines += ["", f"| | {' | '.join(run['name'] for run in runs)} |", "|---|" + "---|" * len(runs)]
-    lines += [f"| {fact} | {' | '.join(column[fact] for column in columns)} |" for fact in columns[0]]
-    load = f"{result['load']['median']:.0f}, {result['load']['highest']:.0f}"
-    return "\n".join([*lines, "", f"Load of the {result['machine']['cores']} cores: median and maximum {load}."])
-
-
-def _facts(run: dict[str, Any]) -> dict[str, str]:
-    found, held = run["figures"], run["held"]
-    repeated, seconds = found["repeated_steps"], found["seconds_to_recover"]
-    disturbances = Counter(name for kill in run["kills"] for name in kill["disturbances"])
-    exact = run["largest_difference"] == 0.0
-    return {
-        "steps; kills": f"{run['steps']:,}; {found['kills']}",
-        "disturbances": ", ".join(f"{number} {name}" for name, number in sorted(disturbances.items())) or "none",
-        "steps repeated after SIGKILL to one or all ranks: mean, maximum":
-        f"{repeated['mean']:.1f}, {repeated['max']:.0f}",
-        "saved before exit after SIGTERM or the death of the launcher":
-        f"{found['stopped_and_saved']} of {found['stopped_in_training']}",
-        "checkpoints lost or corrupt": "0",  # otherwise there is no result
-        "records compared with the undisturbed run": f"{run['records_compared']:,}",
-        "records that differ": "0" if exact else f"losses by {run['largest_difference']:.1e} at most",
-        "tensors that differ at the end":
-        f"{len(run['differences'])} of {run['tensors_compared']}" if exact else "not compared",
-        "seconds to the first step after a kill: median, maximum": f"{seconds['median']:.1f}, {seconds['max']:.1f}",
-        **{
-            f"{label} of a process, early and late": f"{held[name]['early']:.0f}, {held[name]['late']:.0f}"
-            for name, label in (("memory_mib", "MiB"), ("threads", "threads"), ("files", "open files"))
-            if name in held
-        },
-    }  # fmt: skip
 
 
 def main() -> None:

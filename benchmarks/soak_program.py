@@ -24,7 +24,7 @@ def _at_step(step: int, *arguments: Any) -> float:
     global _step, _offset
     _step = step
     if "SOAK_CLOCK" in os.environ and step % JUMP_EVERY == 0:
-        _offset = random.uniform(-86400.0, 86400.0)
+        _offset = random.Random(f"{os.environ['SOAK_SEED']} {step}").uniform(-86400.0, 86400.0)
     return _learning_rate(step, *arguments)
 
 

@@ -214,6 +214,17 @@ def test_tensorboard_events_are_sent_again_to_a_store_that_failed(
     store.get("/events/b", str(tmp_path / "copy"), recursive=True)
     assert [step for step, _ in scalars(tmp_path / "copy")] == [1, 2, 3]
 
+    lost = True  # until the end
+    run = RunInfo(tmp_path / "c", 1, "p", "memory://events", {})
+    tracker = BackgroundTracker("TensorBoard", lambda: services.TensorBoardTracker(run))
+    tracker.log(1, {"loss": 1.0})
+    tracker.begin_close()
+    tracker.close(time.monotonic() + 60)
+    assert messages(tracker)[-1] == (
+        "warning: TensorBoard could not write its last events to memory://events/c; "
+        f"{tmp_path / 'c/tensorboard'} has all of them"
+    )
+
 
 def test_a_deleted_file_is_written_again_with_all_records(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"

@@ -125,7 +125,7 @@ class Data:
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents become sequences. `concatenate`: one after the other, cut wherever a sequence ends; every token is read.
     `best_fit`: documents of up to `training.seq_len` tokens stay whole, longer ones are cut into full sequences and a rest, and
-    sequences are padded, usually by less than 1%. For `shards`, `text` and `python_stdlib`; chats are always packed so."""
+    sequences are padded. For `shards`, `text` and `python_stdlib`; chats are always packed so."""
     holdout_every: NonNegative = 50
     """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""

@@ -14,7 +14,7 @@ QUEUE_SIZE = 1000  # records
 
 
 class Retried(Exception):
-    """Raised by a tracker that will try again. The user is told, and the tracker continues."""
+    """A problem that does not end a tracker. Its message is a warning to the user."""
 
 
 class BackgroundTracker:
@@ -78,6 +78,8 @@ class BackgroundTracker:
                 except Retried as error:
                     self._warn(str(error))
             tracker.close()
+        except Retried as error:  # at the end
+            self._warn(str(error))
         except BaseException as error:  # noqa: BLE001  the libraries raise anything, and training goes on
             self._disable(error)
 

@@ -61,7 +61,7 @@ class TensorBoardTracker:
         """Closes the event file."""
         self._writer.close()
         if self._upload:
-            self._upload.upload()
+            self._upload.finish()
 
 
 class EventUpload:
@@ -96,6 +96,16 @@ class EventUpload:
             raise Retried(f"cannot write to {self._url}, and tries again until it can: {error!r}") from None
         self._is_failing = False
         return list(sizes.values())[-1]
+
+    def finish(self) -> None:
+        """Uploads what is left. Raises `Retried`, with where the events are, if that fails."""
+        self._is_failing = False
+        try:
+            self.upload()
+        except Retried:
+            raise Retried(
+                f"could not write its last events to {self._url}; {self._directory} has all of them"
+            ) from None
 
 
 class WandbTracker:

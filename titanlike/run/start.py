@@ -187,6 +187,8 @@ def _without_spares(recipe: PretrainRecipe, ranks: environment.RankInfo) -> envi
             f"checkpoint.resume_from = {recipe.checkpoint.resume_from}, but a job whose number of nodes may change resumes from "
             "its newest checkpoint at every restart; resume from that step with a fixed NNODES first"
         )
+    if not ranks.started_by_launcher:  # the launcher's check, for the least number of nodes
+        return ranks
     for size in range(ranks.world_size, 0, -ranks.local_world_size):
         with suppress(UserError):
             check_recipe(recipe, size)
