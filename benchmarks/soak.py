@@ -342,7 +342,8 @@ def main() -> None:
     result = {
         "command": " ".join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
-        "versions": versions(), "ranks": arguments.ranks, "seed": arguments.seed, "recipe": RECIPE, "runs": [],
+        "versions": versions(), "ranks": arguments.ranks, "seed": arguments.seed,
+        "recipe": RECIPE | {"recipe": "benchmarks/soak_program.py"}, "runs": [],
     }  # fmt: skip
     chosen = [scenario for scenario in SCENARIOS if scenario.name in arguments.runs.split(",")]
     seconds = arguments.hours * 3600 / len(chosen)
