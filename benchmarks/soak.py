@@ -90,8 +90,8 @@ class Kill:
         interrupted = f", interrupted {' '.join(self.interrupted)}" if self.interrupted else ""
         return (
             f"{KINDS[self.kind]:<22} {PHASES[self.phase]:<20} after {self.after:5.1f} s: {started}at step {self.step or '-'}, "
-            f"saved {self.saved}, ended in {self.seconds_to_end:.1f} s{interrupted}; {self.layout}"
-            f"{', '.join(['', *self.disturbances])}"
+            f"saved {self.saved}, ended in {self.seconds_to_end:.1f} s{interrupted}"
+            f"{'; ' * bool(self.layout or self.disturbances)}{', '.join(filter(None, [self.layout, *self.disturbances]))}"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.pool import Pool
 from titanlike.config import UserError
-from titanlike.tools.planning.calibrate import _link, calibrate, data_sheet, fit_half
+from titanlike.tools.planning.calibrate import calibrate, fit_half, link_speed
 from titanlike.tools.planning.hardware import load_hardware
 
 Ranks = Callable[[int], Pool]
@@ -74,21 +74,5 @@ def test_fit_recovers_the_rates_that_it_assumes(half: float) -> None:
 def test_bandwidth_and_latency_of_two_sizes() -> None:
     times = {size: 20e-6 + size * 7 / 8 / 300e9 for size in (2**10, 2**30)}
     reduced = {size: 2 * seconds for size, seconds in times.items()}
-    bandwidth, latency, _ = _link({"all-gather": times, "reduce-scatter": times, "all-reduce": reduced}, 8)
+    bandwidth, latency, _ = link_speed({"all-gather": times, "reduce-scatter": times, "all-reduce": reduced}, 8)
     assert bandwidth == pytest.approx(300) and latency == pytest.approx(20e-6, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("AMD EPYC", None),
-    ],
-)
-def test_data_sheet_of_a_device(device: str, name: str | None) -> None:
-    assert data_sheet(device) == (load_hardware(name) if name else None)

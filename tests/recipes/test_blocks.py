@@ -240,6 +240,10 @@ def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
     """A program of the system, or one that CI runs."""
 
 
+def srun(words: Sequence[str], variables: dict[str, str]) -> None:
+    check_command([word for word in words if not word.startswith("--ntasks")], variables)
+
+
 SYSTEM = (
     "ruff",
     "mypy",
@@ -258,6 +262,7 @@ SYSTEM = (
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
+    "srun": srun,
     **dict.fromkeys(SYSTEM, any_words),
 }  # fmt: skip
 

@@ -199,6 +199,7 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_tokens() -> None:
         ("NVIDIA H100 PCIe", 79.1, None),
         ("NVIDIA H200 MIG 1g.18gb", 16.0, None),
         ("NVIDIA A10G", 22.0, None),
+        ("AMD EPYC", 80.0, None),
     ],
 )
 def test_hardware_of_a_device(device: str, gib: float, name: str | None) -> None:

@@ -32,7 +32,7 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
+    {"clusters", "comparison", "doctor", "migration", "network", "new_recipe", "sweep", "verify"},
     {"data", "harness", "interconnect", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "finding", "inference", "schema"},
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import UserError
-from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware
+from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.utils import system
 from titanlike.utils.files import atomic_write_text
 
@@ -76,7 +76,7 @@ def calibrate(
     local = ranks_per_node or environment.rank_info().local_world_size
     timer = Timer(device, seconds or SECONDS[device.type])
     description = Description()
-    base = data_sheet(_name(device))
+    base = data_sheet(device)
     _device(description, device, base, local)
     progress("matmuls")
     peak = _matmuls(description, timer, base)
@@ -98,12 +98,14 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(f"--calibrate {path} cannot be written: {error.strerror}; give another path")
 
 
-def data_sheet(device_name: str) -> Hardware | None:
-    """Returns the shipped description of a GPU, for the figures of its data sheet. Its other forms and its instances (MIG) have
-    other figures."""
-    words = set(device_name.lower().replace("-", " ").split())
-    names = [name for name in hardware_names() if words.issuperset(name.split("_"))]
-    return load_hardware(max(names, key=len)) if names and not words & {"mig", "pcie", "nvl"} else None
+def data_sheet(device: "torch.device") -> Hardware | None:
+    """Returns the shipped description of this machine's GPU, for the figures of its data sheet."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return hardware_of_device(torch.cuda.get_device_name(device), memory)
 
 
 def fit_half(rates: Mapping[int, float], power: int) -> tuple[float, float]:
@@ -261,7 +263,7 @@ def _links(description: Description, timer: "Timer", base: Hardware | None, loca
     node_latency = 0.0
     if local > 1:
         group = process_group.subgroup([range(first, first + local) for first in range(0, world, local)])
-        measured, node_latency, comment = _link(collective_seconds(timer, group, sizes), local)
+        measured, node_latency, comment = link_speed(collective_seconds(timer, group, sizes), local)
         node_bandwidth = base.node_gb_per_second if base else measured
         description.add("node_gb_per_second", node_bandwidth, comment)
         description.add("node_fraction", min(1.0, measured / node_bandwidth), f"{measured:.4g} GB/s relative to that.")
@@ -270,7 +272,7 @@ def _links(description: Description, timer: "Timer", base: Hardware | None, loca
         description.add("node_gb_per_second", node_bandwidth, "Not measured: one process. Correct it.")
     if world > local:
         assert dist.group.WORLD is not None
-        measured, latency, comment = _link(collective_seconds(timer, dist.group.WORLD, sizes), world)
+        measured, latency, comment = link_speed(collective_seconds(timer, dist.group.WORLD, sizes), world)
         # A ring enters and leaves each node once, over the links of all its GPUs.
         description.add("network_gb_per_second", measured / local, f"{comment} Divided by the GPUs of a node.")
         description.add("network_fraction", 1.0, "Included.")
@@ -282,7 +284,7 @@ def _links(description: Description, timer: "Timer", base: Hardware | None, loca
         description.add("network_gb_per_second", bandwidth, "Not measured: one node. Correct it.")
 
 
-def _link(seconds: Mapping[str, Mapping[int, float]], ranks: int) -> tuple[float, float, str]:
+def link_speed(seconds: Mapping[str, Mapping[int, float]], ranks: int) -> tuple[float, float, str]:
     """Returns the bandwidth in GB/s and the latency in seconds that explain the times of two sizes, and a comment."""
     bandwidths, latencies = {}, []
     for kind, by_size in seconds.items():

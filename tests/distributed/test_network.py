@@ -1,0 +1,155 @@
+"""`titanlike doctor --network`: wrong clocks and slow nodes are named, and no others."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launching import free_port
+from tests.pool import Pool
+from titanlike.config import UserError
+from titanlike.tools import network
+from titanlike.tools.finding import Finding
+from titanlike.tools.network import Clock, compare_clocks, compare_speeds, expected_speeds, rounds
+from titanlike.tools.planning.hardware import load_hardware
+
+Ranks = Callable[[int], Pool]
+NODES = [f"node {number} (host-{number})" for number in range(4)]
+
+
+def _findings(ranks_per_node: int, ahead: float, hardware: str = "", *, uneven: bool = False) -> list[Finding]:
+    """The clock of all ranks but those of node 0 is ahead by some seconds."""
+    rank = dist.get_rank()
+    network.time = SimpleNamespace(time=lambda: time.time() + ahead * (rank >= ranks_per_node))  # type: ignore[assignment]
+    try:
+        expected = load_hardware(hardware) if hardware else None
+        return network.findings(torch.device("cpu"), expected, rank + 1 if uneven else ranks_per_node, seconds=0.05)
+    except UserError as error:
+        return [Finding("missing", "", str(error))]
+    finally:
+        network.time = time
+
+
+def test_nodes_are_measured_and_a_wrong_clock_is_named(ranks: Ranks) -> None:
+    (found, *others) = ranks(4).run(_findings, 2, 0.0)
+    assert all(other == found for other in others)
+    assert [(each.status, each.subject) for each in found] == [
+        ("ok", subject) for subject in ("clocks", "within nodes", "between nodes", "all nodes")
+    ]
+    found = {each.subject: each for each in ranks(4).run(_findings, 2, -30.0, "h100")[0]}
+    assert "node 1 (" in found["clocks"].text and " is 30 s behind node 0 (" in found["clocks"].text
+    # This machine is no H100: both nodes, and the job, are slower than expected.
+    assert {each.status for each in found.values()} == {"warning"} and all(each.remedy for each in found.values())
+    assert found["within nodes"].text.startswith("all 2 nodes: ") and "360 expected" in found["within nodes"].text
+    assert found["all nodes"].text.startswith("the job: ") and "85 expected" in found["all nodes"].text
+
+
+def test_one_node_and_uneven_nodes(ranks: Ranks) -> None:
+    assert [each.subject for each in ranks(2).run(_findings, 2, 5.0)[0]] == ["within nodes"]
+    assert [each.subject for each in ranks(1).run(_findings, 1, 5.0)[0]] == ["links"]
+    (found,) = ranks(2).run(_findings, 1, 0.0, uneven=True)[0]
+    assert found.text.startswith("the nodes have different numbers of processes")
+
+
+def _planted(slow: int) -> list[float]:
+    """Groups in which this rank is are slow."""
+    measured = network.collective_seconds, network.link_speed
+    network.collective_seconds = lambda timer, group, sizes: dist.get_process_group_ranks(group)  # type: ignore
+    network.link_speed = lambda members, size: (1.0 if slow in members else 9.0, 0.0, "")  # type: ignore
+    try:
+        return network._speeds_between_nodes(network.Timer(torch.device("cpu"), 0.1), 1)
+    finally:
+        network.collective_seconds, network.link_speed = measured
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_slow_node_is_told_from_its_neighbours(ranks: Ranks, world_size: int) -> None:
+    for slow in (0, world_size - 1):
+        expected = [1.0 if node == slow else 9.0 for node in range(world_size)]
+        assert ranks(world_size).run(_planted, slow)[0] == expected
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])
+def test_rounds_have_each_pair_of_neighbours_once(num_nodes: int) -> None:
+    pairs = [pair for pairs in rounds(num_nodes) for pair in pairs]
+    ring = {frozenset((node, (node + 1) % num_nodes)) for node in range(num_nodes)} if num_nodes > 1 else set()
+    assert set(map(frozenset, pairs)) == ring and len(pairs) == len(ring)
+    for together in rounds(num_nodes):
+        nodes = [node for pair in together for node in pair]
+        assert len(nodes) == len(set(nodes))
+
+
+def test_clocks_within_the_uncertainty_agree() -> None:
+    def texts(*clocks: tuple[float, float]) -> list[str]:
+        return [
+            each.text
+            for each in compare_clocks([Clock(*clock) for clock in ((0.0, 0.0), *clocks)], NODES[: len(clocks) + 1])
+        ]
+
+    assert texts() == []
+    assert texts((2e-3, 1e-3), (-5e-4, 1e-4)) == ["3 nodes agree within 3 ms"]
+    assert texts((0.5, 0.45)) == ["2 nodes agree within 950 ms"]
+    assert texts((0.5, 0.01), (0.0, 0.01)) == ["node 1 (host-1) is 0.5 s ahead of node 0 (host-0)"]
+    # The clock of node 0 is wrong.
+    text = "the clocks of 3 of 4 nodes differ from that of node 0 (host-0) by 9 to 9.01 s"
+    assert texts((9.0, 0.01), (9.01, 0.01), (9.0, 0.01)) == [text]
+
+
+def test_slow_nodes_are_named() -> None:
+    def found(speeds: list[float], expected: float) -> list[Finding]:
+        return compare_speeds("links", speeds, NODES[: len(speeds)], "measured", expected, "remedy")
+
+    assert found([340.0, 350.0], 360.0) == [Finding("ok", "links", "340 to 350 GB/s, measured; 360 expected")]
+    slow = "node 1 (host-1): 120 GB/s, measured; "
+    assert found([350.0, 120.0, 340.0], 360.0) == [Finding("warning", "links", slow + "360 expected", "remedy")]
+    assert found([350.0, 120.0, 340.0], 0.0) == [Finding("warning", "links", slow + "340 the median", "remedy")]
+    assert found([100.0], 0.0) == [Finding("ok", "links", "100 GB/s, measured")]
+    text = "all 2 nodes: 100 to 110 GB/s, measured; 360 expected"
+    assert found([100.0, 110.0], 360.0) == [Finding("warning", "links", text, "remedy")]
+
+
+def test_expected_speeds() -> None:
+    h100 = load_hardware("h100")
+    assert expected_speeds(h100, 8) == pytest.approx((360, 42.5, 340))
+    assert expected_speeds(h100, 1) == pytest.approx((360, 42.5, 42.5))
+    # Nodes with a network as fast as NVLink: the ring is limited within them.
+    assert expected_speeds(replace(h100, network_gb_per_second=100), 8)[2] == pytest.approx(360)
+    # Two of four GPUs without a switch have a third of the links.
+    h100_of_4 = load_hardware("h100_nodes_of_4")
+    assert expected_speeds(h100_of_4, 2)[0] == pytest.approx(expected_speeds(h100_of_4, 4)[0] / 3)
+    assert expected_speeds(None, 8) == (0.0, 0.0, 0.0)
+
+
+def _doctor(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titanlike.tools.cli.main", "doctor", *arguments],
+        env={**os.environ, **environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_hardware_without_network_is_refused() -> None:
+    output, errors = _doctor("--hardware", "h100").communicate(timeout=60)
+    assert output == "" and errors.startswith("error: --hardware is for --network")
+
+
+@pytest.mark.slow
+def test_one_command_on_each_node(tmp_path: Path) -> None:
+    job = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC": "1"}
+    processes = [_doctor("--network", "--json", **job, NODE_RANK=str(node)) for node in range(2)]
+    outputs: list[Any] = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [each["subject"] for each in json.loads(outputs[0])] == ["clocks", "between nodes", "all nodes"]
+    assert outputs[1] == ""  # one report
