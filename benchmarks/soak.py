@@ -322,12 +322,15 @@ def _check_growth(held: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """Runs the soak test, or prints the tables of a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=0.5, help="time for all runs, without the undisturbed ones")
+    parser.add_argument(
+        "--hours", type=float, default=0.5, help="time for all three runs, without the undisturbed ones"
+    )
     parser.add_argument("--kills", type=int, help="kills of each run at most; by default what the time allows")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     names = [scenario.name for scenario in SCENARIOS]
-    parser.add_argument("--runs", default=",".join(names), help="names of the runs, separated by commas")
+    text = "names of the runs, separated by commas; others that the same command has written to --out stay there"
+    parser.add_argument("--runs", default=",".join(names), help=text)
     parser.add_argument(
         "--folder", type=Path, help="directory of the runs; by default a temporary directory, deleted on success"
     )
@@ -339,14 +342,20 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that ends the processes
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
-    result = {
-        "command": " ".join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
+    keys = ("hours", "kills", "ranks", "seed", "out")
+    words = [f"--{key} {getattr(arguments, key)}".removesuffix(".0") for key in keys]
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.soak", *(word for word in words if not word.endswith(" None"))]),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
         "versions": versions(), "ranks": arguments.ranks, "seed": arguments.seed,
         "recipe": RECIPE | {"recipe": "benchmarks/soak_program.py"}, "runs": [],
     }  # fmt: skip
     chosen = [scenario for scenario in SCENARIOS if scenario.name in arguments.runs.split(",")]
-    seconds = arguments.hours * 3600 / len(chosen)
+    seconds = arguments.hours * 3600 / len(SCENARIOS)
+    if arguments.out and arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        if all(before.get(key) == result[key] for key in ("command", "machine", "versions", "recipe")):
+            result["runs"] = before["runs"]
     for scenario in chosen:
         kills = arguments.kills or max(int(seconds / SECONDS_PER_KILL), 1)
         place = folder.absolute() / scenario.name.replace(" ", "-")
@@ -358,18 +367,15 @@ def main() -> None:
             except RunCorrupt as error:
                 print(f"FAILED after {len(soak.kills)} kills: {error}\nfiles kept in {folder}", file=sys.stderr)
                 sys.exit(1)
-        result["runs"].append(found | {"figures": figures(found)})
         if found["differences"]:
             print(f"DIFFERENT: {', '.join(found['differences'])}\nfiles kept in {folder}", file=sys.stderr)
             sys.exit(1)
-    loads = [run["load"] for run in result["runs"]]
-    result["load"] = {
-        "median": statistics.median(load["median"] for load in loads),
-        "highest": max(load["highest"] for load in loads),
-    }
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        others = [run for run in result["runs"] if run["name"] != scenario.name]
+        measured = {"date": time.strftime("%Y-%m-%d"), "figures": figures(found)}
+        result["runs"] = sorted([*others, found | measured], key=lambda run: names.index(run["name"]))
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     if not arguments.folder:
         shutil.rmtree(folder)

@@ -22,9 +22,8 @@ CREDENTIALS = {
 }  # fmt: skip
 FULL = 4096  # bytes, the largest size of a file on a disk that is full
 UNLIMITED = resource.RLIM_INFINITY
-MIN_SAMPLES = (
-    15  # of each quarter of a run; shorter runs are not compared, as allocators and the client of a store still grow
-)
+# Of each quarter of a run; shorter runs are not compared, as allocators and the client of a store still grow.
+MIN_SAMPLES = 15
 
 
 class Store:
@@ -79,7 +78,8 @@ def disturb(kind: str, start: Start, remote: Store | None, source: random.Random
         start.send(signal.SIGCONT, victims)
     elif kind == "full disk":
         _limit_files(ranks, FULL)
-        time.sleep(seconds)
+        before = _failed_saves(start)
+        start.until(lambda: _failed_saves(start) >= before + 2, seconds)  # after the third one, a run stops
         _limit_files(ranks, UNLIMITED)
     elif kind == "slow store":
         assert remote
@@ -92,6 +92,10 @@ def disturb(kind: str, start: Start, remote: Store | None, source: random.Random
         remote.proxy.closed = True
         time.sleep(seconds)
         remote.proxy.closed = False
+
+
+def _failed_saves(start: Start) -> int:
+    return start.log_file.read_text(errors="replace").count("warning: saving the checkpoint of step ")
 
 
 def _limit_files(ranks: list[int], size: int) -> None:

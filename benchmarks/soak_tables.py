@@ -48,7 +48,8 @@ def table(result: dict[str, Any]) -> str:
     columns = [_facts(run) for run in runs]
     lines += ["", f"| | {' | '.join(run['name'] for run in runs)} |", "|---|" + "---|" * len(runs)]
     lines += [f"| {fact} | {' | '.join(column[fact] for column in columns)} |" for fact in columns[0]]
-    load = f"{result['load']['median']:.0f}, {result['load']['highest']:.0f}"
+    median = statistics.median(run["load"]["median"] for run in runs)
+    load = f"{median:.0f}, {max(run['load']['highest'] for run in runs):.0f}"
     return "\n".join([*lines, "", f"Load of the {result['machine']['cores']} cores: median and maximum {load}."])
 
 
