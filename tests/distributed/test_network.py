@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -149,7 +148,9 @@ def test_hardware_without_network_is_refused() -> None:
 def test_one_command_on_each_node(tmp_path: Path) -> None:
     job = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC": "1"}
     processes = [_doctor("--network", "--json", **job, NODE_RANK=str(node)) for node in range(2)]
-    outputs: list[Any] = [process.communicate(timeout=300)[0] for process in processes]
+    outputs, errors = zip(*(process.communicate(timeout=300) for process in processes), strict=True)
     assert [process.returncode for process in processes] == [0, 0]
+    waiting = f"launch  1 process on each of 2 nodes, which meet at 127.0.0.1:{job['MASTER_PORT']}\n"
+    assert all(each.startswith(waiting) for each in errors)
     assert [each["subject"] for each in json.loads(outputs[0])] == ["clocks", "between nodes", "all nodes"]
     assert outputs[1] == ""  # one report

@@ -47,6 +47,15 @@ class LaunchConfig:
         """The number of processes, in an elastic job the least."""
         return self.num_nodes * self.processes_per_node
 
+    def label(self) -> str:
+        """Returns what is launched: until all nodes have met, nothing else happens."""
+        number = self.processes_per_node
+        processes = f"{number} process{'es' if number > 1 else ''}"
+        if self.num_nodes == 1 and not self.max_nodes:
+            return processes
+        nodes = f"each of {self.num_nodes}" if not self.max_nodes else f"{self.num_nodes} to {self.max_nodes}"
+        return f"{processes} on {nodes} nodes, which meet at {self.master_address}:{self.master_port}"
+
 
 def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes: int | None = None) -> LaunchConfig:
     """Reads the processes to launch on this node.

@@ -58,11 +58,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
             )
     except UserError as error:
         environment.fail(error)
-    processes = config.processes_per_node
-    system.set_variables(system.share_cores(processes))
+    system.set_variables(system.share_cores(config.processes_per_node))
     system.raise_open_file_limit()  # the launcher of node 0 has the key-value store
     launch_config.set_launch_id()
-    LiveLine().print(f"launch  {processes} process{'es' if processes > 1 else ''}")  # before the slow import of torch
+    LiveLine().print(f"launch  {config.label()}")  # before the slow import of torch
     from titanlike.distributed.torchrun import torchrun
 
     sys.exit(torchrun(config, [str(program), *argv], shutdown_timeout_of(arguments)))

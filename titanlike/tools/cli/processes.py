@@ -41,6 +41,9 @@ def start_processes(default: int | None = None) -> None:
             environment.terminate_with_launcher()
             return
         config = launch_config.launch_config(default_processes=default)
+        if config.num_nodes > 1:
+            environment.check_address(config.master_address)
+            print(f"launch  {config.label()}", file=sys.stderr, flush=True)
     except UserError as error:
         environment.fail(error)
     if config.world_size == 1:
