@@ -248,12 +248,14 @@ def test_port_in_use_is_not_free() -> None:
         assert not port_is_free(server.getsockname()[1])
 
 
-@pytest.mark.parametrize(("load", "policy"), [(1.0, "PASSIVE"), (0.2, None)])
+# After another run, the load average of the last minute is high, and no core is busy.
+@pytest.mark.parametrize(("load", "busy", "policy"), [(1.0, 90.0, "PASSIVE"), (1.0, 3.0, None), (0.2, 90.0, None)])
 def test_threads_sleep_while_they_wait_if_other_processes_use_the_cores(
-    load: float, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: float, busy: float, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: busy)
     monkeypatch.setattr("titanlike.utils.system.num_cores", lambda: 2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps pytest's own handler
     monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})

@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 
 def exit_on_interrupt() -> None:
@@ -101,7 +102,19 @@ def wait_policy() -> dict[str, str]:
     Threads wait by spinning, which takes the core that the awaited thread needs: a step can take 100 times as long. Results do not
     depend on it.
     """
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if os.getloadavg()[0] > num_cores() / 4 else {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if _others_use_the_cores() else {}
+
+
+def _others_use_the_cores() -> bool:
+    """Whether more than a quarter of the cores is busy while this process waits. The load average is that of a minute, in which an
+    earlier run may have ended, and threads that sleep make the steps of a small model 1.6 times as long."""
+    if os.getloadavg()[0] <= num_cores() / 4:
+        return False
+    try:
+        import psutil
+    except ImportError:
+        return True
+    return cast(float, psutil.cpu_percent(interval=0.1)) > 25
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
