@@ -48,7 +48,7 @@ RECIPE = {
     "recipe": str(ROOT / "benchmarks/soak_program.py"), "training.non_finite": "skip",
     "model.name": "gpt", "model.dim": "128", "model.num_layers": "4", "model.num_heads": "2",
     "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "8",
-    "training.local_batch_size": "2", "optimizer.lr": "1.5e-3", "optimizer.groups": "[]",
+    "training.local_batch_size": "2", "optimizer.lr": "3e-4", "optimizer.groups": "[]",
     "schedule.warmup_steps": "20", "checkpoint.interval": "5", "checkpoint.keep": str(KEEP),
     "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "1", "metrics.trackers": "[]",
     "run.device": "cpu",
