@@ -50,6 +50,17 @@ def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     assert not orthogonalize(torch.zeros(4, 8)).any()
 
 
+@pytest.mark.parametrize("shape", [(8, 40), (40, 8), (3, 40, 8), (3, 8, 40)])
+def test_steps_of_the_gram_matrix_are_those_of_the_matrix(shape: tuple[int, ...]) -> None:
+    """With singular values over six orders of magnitude, and with zeros."""
+    torch.manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    for values in (torch.logspace(0, -6, 8), torch.tensor([1.0] * 4 + [0.0] * 4)):
+        matrix = u * values @ vh
+        expected = orthogonalize(matrix.double())
+        assert (orthogonalize(matrix).double() - expected).abs().max() < 1e-3
+
+
 def names_of(model: nn.Module, parameters: list[torch.Tensor]) -> set[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)] for parameter in parameters}

@@ -114,14 +114,36 @@ def orthogonalize(matrix: Tensor, num_steps: int = MUON_STEPS) -> Tensor:
     """Returns about U V^T of a matrix U S V^T, or of each matrix of a stack, with singular values between 0.5 and 1.5, by
     Newton-Schulz steps."""
     a, b, c = COEFFICIENTS
-    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)  # no singular value above 1
-    for _ in range(num_steps):
-        gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.dtype == torch.float32 and x.shape[-1] >= 2 * x.shape[-2]:
+        x = _steps_of_gram(x @ x.mT, num_steps) @ x
+    else:
+        for _ in range(num_steps):
+            gram = x @ x.mT
+            x = _add_product(x, _add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def _steps_of_gram(gram: Tensor, num_steps: int) -> Tensor:
+    """Returns the matrix that multiplies `x` in all steps, from X X^T: a quarter less work for a matrix that is twice as wide as
+    high. In bfloat16, rounding errors would grow with the steps."""
+    a, b, c = COEFFICIENTS
+    product: Tensor | None = None
+    for step in range(num_steps):
+        factor = _add_product(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if product is None else factor @ product
+        if step < num_steps - 1:
+            gram = factor @ gram @ factor
+    assert product is not None
+    return product
+
+
+def _add_product(matrix: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    add = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    return add(matrix, left, right, beta=beta, alpha=alpha)
 
 
 def update_scale(shape: torch.Size, scaling: str) -> float:

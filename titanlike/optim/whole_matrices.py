@@ -96,6 +96,8 @@ class WholeMatrices:
 
     def apply(self, step: Round, shards: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Returns this rank's shards of `function` of each matrix of the round, which has the same shape as the matrix."""
+        if self.num_replicas * self.size == 1:
+            return [function(shard) for shard in shards]
         own = shards[self.replica * self.size :][: self.size]  # those of the matrices of this replica
         sent = _flat(own, like=shards[0])
         sizes = [shard.numel() for shard in own] + [0] * (self.size - len(own))
