@@ -16,7 +16,6 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 
 def exit_on_interrupt() -> None:
@@ -99,22 +98,17 @@ def share_cores(processes: int) -> dict[str, str]:
 def wait_policy() -> dict[str, str]:
     """Returns variables that make OpenMP's threads sleep while they wait for each other, if other processes use the cores.
 
-    Threads wait by spinning, which takes the core that the awaited thread needs: a step can take 100 times as long. Results do not
-    depend on it.
+    Threads wait by spinning, which takes the core that the awaited thread needs: a step can take 100 times as long. On free cores,
+    sleeping takes longer: 1.45 times for a small model. The load average is that of a minute, in which an earlier run may have
+    ended. Results do not depend on it.
     """
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if _others_use_the_cores() else {}
+    is_busy = os.getloadavg()[0] > num_cores() / 4
+    if is_busy:
+        with suppress(ImportError):
+            import psutil
 
-
-def _others_use_the_cores() -> bool:
-    """Whether more than a quarter of the cores is busy while this process waits. The load average is that of a minute, in which an
-    earlier run may have ended, and threads that sleep make the steps of a small model 1.6 times as long."""
-    if os.getloadavg()[0] <= num_cores() / 4:
-        return False
-    try:
-        import psutil
-    except ImportError:
-        return True
-    return cast(float, psutil.cpu_percent(interval=0.1)) > 25
+            is_busy = psutil.cpu_percent(interval=0.1) > 25
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if is_busy else {}
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
