@@ -241,6 +241,13 @@ def test_an_empty_local_rank_is_that_of_the_first_process() -> None:
     assert not is_first_on_node({"LOCAL_RANK": "1"})
 
 
+def test_a_launch_says_where_nodes_meet() -> None:
+    job = {"CUDA_VISIBLE_DEVICES": "", "NPROC": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "NODE_RANK": "0"}
+    assert launch_config(job).label() == "2 processes"
+    assert launch_config(job | {"NNODES": "3"}).label() == "2 processes on each of 3 nodes, which meet at a:7"
+    assert launch_config(job | {"NNODES": "1:3"}).label() == "2 processes on each of 1 to 3 nodes, which meet at a:7"
+
+
 def test_port_in_use_is_not_free() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -255,7 +262,9 @@ def test_threads_sleep_while_they_wait_if_other_processes_use_the_cores(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: busy)
+    # Of four cores, this process may use the last two.
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval, percpu: [50.0, 0.0, busy, busy / 2])
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3}, raising=False)
     monkeypatch.setattr("titanlike.utils.system.num_cores", lambda: 2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps pytest's own handler
     monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})

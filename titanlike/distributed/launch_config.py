@@ -53,8 +53,8 @@ class LaunchConfig:
         processes = f"{number} process{'es' if number > 1 else ''}"
         if self.num_nodes == 1 and not self.max_nodes:
             return processes
-        nodes = f"each of {self.num_nodes}" if not self.max_nodes else f"{self.num_nodes} to {self.max_nodes}"
-        return f"{processes} on {nodes} nodes, which meet at {self.master_address}:{self.master_port}"
+        nodes = f"{self.num_nodes} to {self.max_nodes}" if self.max_nodes else self.num_nodes
+        return f"{processes} on each of {nodes} nodes, which meet at {self.master_address}:{self.master_port}"
 
 
 def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes: int | None = None) -> LaunchConfig:

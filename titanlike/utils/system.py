@@ -107,7 +107,10 @@ def wait_policy() -> dict[str, str]:
         with suppress(ImportError):
             import psutil
 
-            is_busy = psutil.cpu_percent(interval=0.1) > 25
+            cores = psutil.cpu_percent(interval=0.1, percpu=True)
+            if hasattr(os, "sched_getaffinity"):  # other cores of the machine do not matter
+                cores = [cores[number] for number in os.sched_getaffinity(0)]
+            is_busy = sum(cores) / len(cores) > 25
     return {"OMP_WAIT_POLICY": "PASSIVE"} if is_busy else {}
 
 
