@@ -54,8 +54,8 @@ RECIPE = {
     "run.device": "cpu",
 }  # fmt: skip
 TOLERANCE = 2e-3  # of the loss under another layout
-STEPS_PER_KILL = 20
-SECONDS_PER_KILL = 40.0  # of a run of --hours, to set its steps
+STEPS_PER_KILL = 10
+SECONDS_PER_KILL = 20.0  # shortest, so that the kills last for all of --hours
 MEMORY_GROWTH = 0.05  # of the memory of a process, between its second and its last quarter
 MAX_TRAINING = 4.0  # seconds from the first step to a kill
 TIMEOUT = 180.0  # seconds until the first step of a start, and until all processes have exited after a kill
