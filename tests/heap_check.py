@@ -109,6 +109,7 @@ def run_round(seed: str, seconds: float, arguments: list[str], checks: str) -> d
         lines = output.read_text(errors="replace").split("\n")
     cores = sorted(ROOT.glob("core*"))
     crashes = [line for line in lines if "crashes.Crash" in line or "crashed while running" in line]
+    failed = [line for line in lines if line.startswith("[gw0]") and " FAILED " in line]
     return {
         "seed": seed,
         "arguments": arguments,
@@ -116,10 +117,10 @@ def run_round(seed: str, seconds: float, arguments: list[str], checks: str) -> d
         "interrupted": interrupted,
         "seconds": round(time.monotonic() - start),
         "passed": sum(line.startswith("[gw0]") and " PASSED " in line for line in lines),
-        "failed": [line for line in lines if line.startswith("[gw0]") and " FAILED " in line],
+        "failed": failed,
         "crashes": crashes,
         "cores": [stacks(core) for core in cores],
-        "output": lines if crashes or cores else [],
+        "output": lines if crashes or cores or failed else [],
     }
 
 
