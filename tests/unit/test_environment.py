@@ -256,15 +256,18 @@ def test_port_in_use_is_not_free() -> None:
 
 
 # After another run, the load average of the last minute is high, and no core is busy.
-@pytest.mark.parametrize(("load", "busy", "policy"), [(1.0, 90.0, "PASSIVE"), (1.0, 3.0, None), (0.2, 90.0, None)])
+@pytest.mark.parametrize(
+    ("load", "busy", "last_core", "policy"),
+    [(1.0, 90.0, 3, "PASSIVE"), (1.0, 3.0, 3, None), (0.2, 90.0, 3, None), (1.0, 3.0, 5, "PASSIVE")],
+)
 def test_threads_sleep_while_they_wait_if_other_processes_use_the_cores(
-    load: float, busy: float, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: float, busy: float, last_core: int, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
-    # Of four cores, this process may use the last two.
+    # Of four cores, this process may use the last two. With cores offline, the number of the last may be above 3.
     monkeypatch.setattr("psutil.cpu_percent", lambda interval, percpu: [50.0, 0.0, busy, busy / 2])
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3}, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, last_core}, raising=False)
     monkeypatch.setattr("titanlike.utils.system.num_cores", lambda: 2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps pytest's own handler
     monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})

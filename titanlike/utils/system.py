@@ -104,7 +104,7 @@ def wait_policy() -> dict[str, str]:
     """
     is_busy = os.getloadavg()[0] > num_cores() / 4
     if is_busy:
-        with suppress(ImportError):
+        with suppress(ImportError, IndexError):  # psutil does not number cores that are offline
             import psutil
 
             cores = psutil.cpu_percent(interval=0.1, percpu=True)
