@@ -36,7 +36,8 @@ def web() -> Iterator[Web]:
             self._respond(body=True)
 
         def _respond(self, body: bool) -> None:
-            path, requested = self.path.lstrip("/"), self.headers.get("Range", "") if served.ranges else ""
+            path = self.path.lstrip("/").partition("?")[0]
+            requested = self.headers.get("Range", "") if served.ranges else ""
             served.authorization.add(self.headers.get("Authorization", ""))
             served.asked.append((path, requested if body else "HEAD"))
             if served.failures and body:

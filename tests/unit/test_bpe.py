@@ -1,6 +1,7 @@
 """Training tokenizers: both file formats encode alike, and decode to the original text."""
 
 import base64
+import gzip
 import json
 import random
 import re
@@ -11,9 +12,10 @@ import pytest
 from tests.launching import python
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
-from titanlike.tools.data.train_tokenizer import BOS, EOS, train
+from titanlike.tools.data.train_tokenizer import BOS, EOS, _TextSampler, train
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +90,30 @@ def test_limit_reads_a_fraction_of_each_file(tmp_path: Path) -> None:
     assert {b"aaaa", b"bbbb"} <= tokens
 
 
+def test_limit_counts_the_text_of_compressed_files(tmp_path: Path) -> None:
+    for name in "abc":
+        lines = (json.dumps({"text": f"{name * 4} {number}"}) + "\n" for number in range(2000))
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    for limit in (900, 9000):
+        sampler = _TextSampler(list_files(str(tmp_path)), Fields(), limit, skip=False)
+        text = "".join(sampler)
+        assert sampler.size == len(text) == limit
+        counts = [text.count(name) for name in "abc"]
+        assert min(counts) > 0.9 * max(counts)
+
+
 def test_training_errors(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--vocab-size = 257: give at least 258, for 256 bytes and 2 special tokens"):
         train([str(corpus)], tmp_path / "t.json", 257)
     (tmp_path / "t.json").write_text("mine")
     with pytest.raises(UserError, match=r"t\.json exists; remove it, or give another --out"):
         train([str(corpus)], tmp_path / "t.json", 300)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer; give"
+    ):
+        train([str(corpus)], tmp_path / "hf/mine.json", 300)
     (tmp_path / "e.txt").write_text("")
     with pytest.raises(UserError, match=r"e\.txt: no text to train on"):
         train([str(tmp_path / "e.txt")], tmp_path / "u.json", 300)
@@ -106,11 +126,22 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
 
 def test_command_prints_the_next_command(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text((corpus / "json.txt").read_text()[:2000])
-    arguments = ["short.txt", "--out", "my.model", "--vocab-size", "5000"]
+    arguments = [
+        "short.txt",
+        "--out",
+        "my.model",
+        "--vocab-size",
+        "5000",
+        "--text-field",
+        "content",
+        "--bad-records",
+        "skip",
+    ]
     done = python(tmp_path, "-m", "titanlike.tools.cli.main", "data", "train-tokenizer", *arguments)
     assert re.match(
         r"my\.model: \d{3} tokens, trained on \d\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text per token\n"
         r"  fewer than 5,000: no other pair occurs twice; more text yields more tokens\n",
         done.stdout,
     )
-    assert f"titanlike data prepare {arguments[0]} --out tokens --tokenizer my.model" in done.stdout
+    following = f"titanlike data prepare {arguments[0]} --out tokens --tokenizer my.model"
+    assert f"{following} --text-field content --bad-records skip\n" in done.stdout

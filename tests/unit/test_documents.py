@@ -94,6 +94,16 @@ def test_bad_line_is_reported_by_number(tmp_path: Path, line: bytes, message: st
     assert len(skipped) == 1
 
 
+def test_a_missing_prompt_names_its_own_option(tmp_path: Path) -> None:
+    found = file(tmp_path / "a.jsonl", lines({"text": "a"}))
+    table = parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    for key, option in (("--text-field", "--prompt-field"), ("data.text_field", "data.prompt_field")):
+        fields = Fields("text", "ask", key)
+        assert refusal(found, fields) == f"a.jsonl, line 1: no field 'ask'; its fields are text; set {option}"
+        with pytest.raises(UserError, match=rf"a\.parquet: no column 'ask'; its columns are text; set {option}"):
+            texts(table, fields)
+
+
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
     found = file(tmp_path / "a.jsonl", b'{"text": "a\\ud83d b \\ud83d\\ude42 \\ude42"}\n')
     assert texts(found) == ["a\ufffd b \U0001f642 \ufffd"]

@@ -1,9 +1,11 @@
 """Local and remote files: listing, opening, decompression, retries and errors."""
 
 import gzip
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -15,6 +17,7 @@ from titanlike.config import UserError
 from titanlike.data.documents import remote
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.documents.files import File, list_files, open_file
+from titanlike.data.documents.readers import Fields, read_documents
 
 
 @pytest.fixture
@@ -52,6 +55,34 @@ def test_folder_lists_its_text_files_in_order(tmp_path: Path) -> None:
     assert (file.size, file.version) == (4, str((tmp_path / "b.txt").stat().st_mtime_ns))
 
 
+def test_each_file_is_listed_once_and_links_are_followed(tmp_path: Path) -> None:
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    for path in (corpus / "x.txt", corpus / "a/b/y.txt", other / "z.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    (corpus / "linked").symlink_to(other)
+    for pattern in (corpus, corpus / "*", corpus / "**", corpus / "**/*"):
+        assert sorted(names(str(pattern), str(corpus))) == ["a/b/y.txt", "linked/z.txt", "x.txt"]
+    (corpus / "a/above").symlink_to(corpus)
+    (corpus / "z").symlink_to(corpus / "a/b")  # its files are read once
+    assert names(str(corpus), str(corpus)) == ["linked/z.txt", "x.txt", "z/y.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus/closed").mkdir(parents=True)
+    (tmp_path / "corpus/x.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"corpus/closed: cannot be read: Permission denied"):
+        list_files(str(tmp_path / "corpus"))
+
+
 def test_missing_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--in = '.*nowhere': no files found"):
         list_files(str(tmp_path / "nowhere"), "--in")
@@ -79,10 +110,25 @@ def test_compressed_files_are_decompressed_by_lines_and_closed(tmp_path: Path) -
         assert stream.compressed.closed  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
+    lines = "".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(20_000)).encode()
+    for name, content in (("a.jsonl.gz", gzip.compress(lines)), ("a.jsonl.zst", zstandard.compress(lines))):
+        (tmp_path / name).write_bytes(content[: int(share * len(content))])
+        with pytest.raises(UserError, match=f"{name}, after line [0-9]+: the file is truncated; copy it again"):
+            list(read_documents(list_files(str(tmp_path / name))[0], Fields()))
+
+
+def test_a_frame_of_few_bytes_is_read_in_parts(tmp_path: Path) -> None:
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(2**26)) + zstandard.compress(b"") + b"")
+    assert read(list_files(str(tmp_path / "a.zst"))[0]) == bytes(2**26)
+
+
 def test_fsspec_urls(memory: str) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe(
         {"/corpus/b.jsonl": b"b", "/corpus/sub/a.txt": b"aa", "/corpus/part-08.txt": b"8", "/corpus/part-09.txt": b"9"}
+        | {"/corpus/.git/config": b"hidden", "/corpus/sub/.hidden": b"hidden"}
     )
     assert names(memory, "memory://") == [
         f"corpus/{name}" for name in ("b.jsonl", "part-08.txt", "part-09.txt", "sub/a.txt")
@@ -111,6 +157,14 @@ def test_http_files_are_read_in_ranges(server: Web) -> None:
     first = min(int(value[6:].partition("-")[0]) for _, value in server.asked if value.startswith("bytes="))
     assert first == 11 * 2**20
     assert read(file) == server.files["big.txt"]
+
+
+def test_the_query_of_an_address_is_no_part_of_the_name(server: Web) -> None:
+    server.files["a.jsonl"] = b'{"text": "one"}\n'
+    server.files["b.jsonl.gz"] = gzip.compress(b'{"text": "two"}\n')
+    for name, text in (("a.jsonl", "one"), ("b.jsonl.gz", "two")):
+        [file] = list_files(f"{server.address}/{name}?download=true")
+        assert [document.text for document in read_documents(file, Fields())] == [text]
 
 
 def test_remote_reads_are_retried_a_few_times(server: Web) -> None:

@@ -86,8 +86,9 @@ def test_a_folder_of_shards_is_summarized_and_verified(
     shard.write_bytes(content)
     assert run(monkeypatch, str(tokens)) == 0  # its size is right
     capsys.readouterr()
-    assert run(monkeypatch, str(tokens), "--verify") == 2
-    assert f"{shard} does not match its hash in the manifest; copy it again" in capsys.readouterr().err
+    for options in (["--verify"], ["--verify", "--json"]):
+        assert run(monkeypatch, str(tokens), *options) == 2
+        assert f"{shard} does not match its hash in the manifest; copy it again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,13 @@ def test_a_folder_of_shards_is_summarized_and_verified(
         ([str(DEBUG), "--step", "0"], "error: argument --step: expected an integer of at least 1, got '0'"),
         ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": unknown key; did you mean data.path?"),
         ([str(DEBUG), "verify"], "verify: give one recipe"),
+        ([str(DEBUG), "--verify"], f"--verify requires a folder of token shards; {DEBUG} is a recipe"),
+        ([str(DEBUG), "--json"], f"--json requires a folder of token shards; {DEBUG} is a recipe"),
+        (["nothing", "--validation"], "--validation requires a recipe; nothing is read as a folder of token shards"),
+        (
+            [str(DEBUG), "--data.source=stream", f"--data.path={DEBUG}", "--validation.interval=0", "--validation"],
+            "--validation: a stream has no held-out sequences; set data.validation_path",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(

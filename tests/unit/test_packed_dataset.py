@@ -101,9 +101,9 @@ def test_the_order_depends_on_the_seed() -> None:
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(UserError, match=r"the data has 9 tokens, too few for training sequences .* = 16"):
+    with pytest.raises(UserError, match=r"the data has 9 tokens, too few for sequences .* = 16"):
         PackedDataset(InMemoryTokens(np.arange(9, dtype=np.uint16)), 16)
-    with pytest.raises(UserError, match=r"too few for validation sequences .* one in 50 held out"):
+    with pytest.raises(UserError, match=r"too few for held-out sequences .* one in 50 held out"):
         counting(10, held_out=True, every=50)
 
 

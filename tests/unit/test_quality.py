@@ -181,6 +181,15 @@ def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
         assert report["duplicates"] == {"exact": 1}
 
 
+@pytest.mark.parametrize("duplicates", ["remove", "remove-near"])
+def test_no_document_is_left(tmp_path: Path, duplicates: Any) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    with pytest.raises(UserError, match=r"no documents: .*2 bad records"):
+        prepare(
+            [str(tmp_path / "a.jsonl")], tmp_path / "out", BYTES, quality=Quality(duplicates), bad="skip", workers=0
+        )
+
+
 def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) -> None:
     rng = random.Random(0)
     texts = [prose(rng) for _ in range(90)]
@@ -197,6 +206,10 @@ def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) 
     assert report["documents"]["cleaned"]["documents"] == 30
     assert report["documents"]["cleaned"]["bytes"] == 30 * (len(MENU) + 1)
     assert report["documents"]["cleaned"]["examples"][0]["detail"] == f"removed line: {MENU}"
+    # Visible bytes count: most of the letters of this document are its own, if few of its bytes with spaces are.
+    spaced = write(tmp_path / "b.jsonl", [f"s p a c e d {number % 2}\nOnlyhere{number:02}.\n" for number in range(40)])
+    prepare([str(spaced)], tmp_path / "spaced", BYTES, quality=Quality("remove", repeated_lines=20), workers=0)
+    assert texts_of(tmp_path / "spaced", TRAIN) == [f"Onlyhere{number:02}.\n" for number in range(40)]
     # In fewer documents, they stay.
     prepare([str(file)], tmp_path / "few", BYTES, quality=Quality("remove", repeated_lines=32), workers=0)
     assert texts_of(tmp_path / "few", TRAIN)[0] == with_menu[0]
@@ -204,7 +217,8 @@ def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) 
 
 FILTER = """
 import re
-def keep(text): return "changed" not in text.lower()
+import numpy
+def keep(text): return numpy.bool_("changed" not in text.lower())
 def shorter(text): return text[:50] if "a" in text else False
 def by_field(record): return record.get("lang") == "en"
 def broken(text): return 1 / len(text.removeprefix("Too short."))

@@ -122,7 +122,7 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
 
 def test_a_text_shorter_than_a_sequence_is_an_error(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="ab")
-    with pytest.raises(UserError, match=r"text has 3 tokens, too few for training sequences of training\.seq_len = 4"):
+    with pytest.raises(UserError, match=r"text has 3 tokens, too few for sequences of training\.seq_len = 4"):
         open_(source="text", path=str(folder))
 
 

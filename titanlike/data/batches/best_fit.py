@@ -110,8 +110,13 @@ class BestFitDataset:
         self.num_sequences = num_held_out if held_out else total - num_held_out
         if self.num_sequences < 1:
             raise UserError(
-                f"{name} has {total} sequences of whole documents, too few for {'validation' if held_out else 'training'} with "
-                f"one in {holdout_every} held out; reduce data.holdout_every, or give more data"
+                f"{name} has {total} sequences of whole documents, too few"
+                + (
+                    f" with one in {holdout_every} held out; reduce data.holdout_every, or give"
+                    if holdout_every
+                    else "; give"
+                )
+                + " more data"
             )
 
     @property

@@ -106,7 +106,7 @@ class PackedDataset:
         self.num_sequences = num_held_out if held_out else total - num_held_out
         if self.num_sequences < 1:
             raise UserError(
-                f"{name} has {tokens.num_tokens} tokens, too few for {'validation' if held_out else 'training'} sequences of "
+                f"{name} has {tokens.num_tokens} tokens, too few for {'held-out ' if held_out else ''}sequences of "
                 f"training.seq_len = {seq_len}" + (f" with one in {holdout_every} held out" if holdout_every else "")
             )
 

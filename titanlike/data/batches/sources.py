@@ -65,7 +65,7 @@ def open_sources(
                 )
             # Datasets of a mixture without a validation split are not validated.
             held_out = {
-                pack(split or array, held_out=split is None, name=path): weight
+                (pack(split, name=f"{path} (validation)") if split else pack(array, held_out=True, name=path)): weight
                 for array, split, path, weight in zip(arrays, splits, paths, weights, strict=True)
                 if split or every
             }

@@ -1,6 +1,5 @@
 """Local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
 
-import glob
 import gzip
 import hashlib
 import io
@@ -10,7 +9,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,12 +34,17 @@ class File:
     @property
     def kind(self) -> str:
         """Suffix of the name, without that of a compression."""
-        return Path(re.sub(r"\.(gz|zst)$", "", self.name)).suffix
+        return Path(re.sub(r"\.(gz|zst)$", "", self.path)).suffix
+
+    @property
+    def path(self) -> str:
+        """The name without the query of a web address, such as `?download=true`."""
+        return re.sub(r"[?#].*", "", self.name) if self.name.startswith(("http://", "https://")) else self.name
 
     @property
     def compressed(self) -> bool:
         """Whether reading has to begin at the start of the file."""
-        return self.name.endswith((".gz", ".zst"))
+        return self.path.endswith((".gz", ".zst"))
 
 
 def is_address(path: str) -> bool:
@@ -54,16 +58,16 @@ def list_inputs(inputs: Sequence[str | File]) -> list[File]:
 
 
 def list_files(path: str, key: str = "data.path") -> list[File]:
-    """Lists the file, all files below the folder, or the files that match the pattern, sorted by name.
-
-    Of a local folder, hidden files and binary files are left out. `key` names the option in error messages.
-    """
+    """Lists the file, all files below the folder, or the files that match the pattern, sorted by name. Of a folder, hidden files
+    are left out, and of a local one binary files too. `key` names the option in error messages."""
     if is_address(path):
         from titanlike.data.documents.remote import list_remote  # only remote files need it
 
         files = list_remote(path)
     else:
-        files = _list_local(path)
+        from titanlike.data.documents.local import list_local  # the default data need neither
+
+        files = list_local(path)
     if not files:
         raise UserError(f"{key} = {path!r}: no files found")
     return files
@@ -82,7 +86,7 @@ def stdlib_files() -> list[File]:
 
 def open_file(file: File) -> io.BufferedReader:
     """Opens a file for reading. Decompresses `.gz` and `.zst`; retries the reads of remote files."""
-    zstandard = import_optional("zstandard", file.name) if file.name.endswith(".zst") else None
+    zstandard = import_optional("zstandard", file.name) if file.path.endswith(".zst") else None
     raw: io.BufferedReader
     if is_address(file.name):
         from titanlike.data.documents.remote import open_remote
@@ -93,11 +97,12 @@ def open_file(file: File) -> io.BufferedReader:
             raw = Path(file.name).open("rb")  # noqa: SIM115  the caller closes it
         except OSError as error:
             raise UserError(f"{file.name}: cannot be read: {error.strerror}") from None
-    if file.name.endswith(".gz"):
+    if file.path.endswith(".gz"):
         return Decompressed(gzip.GzipFile(fileobj=raw), raw)
     if zstandard:
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        return Decompressed(reader, raw)
+        from titanlike.data.documents.zstandard_reader import ZstandardReader
+
+        return Decompressed(ZstandardReader(zstandard.ZstdDecompressor(), raw), raw)
     return raw
 
 
@@ -137,21 +142,6 @@ def import_optional(module: str, name: str) -> Any:
         raise UserError(f'{name} requires the package {module}; run: pip install "titanlike[data]"') from None
 
 
-def _list_local(pattern: str) -> list[File]:
-    paths = []
-    for match in [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True)):
-        root = Path(match)
-        if not root.is_dir():
-            paths.append(root)
-            continue
-        for path in sorted(root.rglob("*")):
-            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-            # A broken link is listed, so that opening it reports an error.
-            if not hidden and (path.is_file() or not path.exists()) and _is_text(path):
-                paths.append(path)
-    return [local_file(path) for path in paths]
-
-
 def local_file(path: Path) -> File:
     """Returns the `File` of a local path."""
     try:
@@ -161,15 +151,6 @@ def local_file(path: Path) -> File:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: cannot be read: not a regular file")
     return File(str(path), status.st_size, str(status.st_mtime_ns))
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a file is, or contains, text: binary files, such as images, have a zero byte near their start."""
-    if path.suffix in (".gz", ".zst", ".parquet"):
-        return True
-    with suppress(OSError), path.open("rb") as file:
-        return b"\0" not in file.read(8192)
-    return True  # opening it later reports why it cannot be read
 
 
 def hash_of(values: object) -> str:

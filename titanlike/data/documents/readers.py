@@ -32,6 +32,12 @@ class Fields:
     key: str = "data.text_field"  # the option that sets `text`, for error messages
     whole_record: bool = False  # documents have all fields of their record
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Returns the option that sets each field."""
+        prompt = {self.prompt: self.key.replace("text", "prompt")} if self.prompt else {}
+        return prompt | {self.text: self.key}
+
 
 @dataclass(frozen=True)
 class Document:
@@ -82,8 +88,8 @@ def read_chunks(
         return
     extract = partial(_extract, fields=fields)
     if file.kind == PARQUET:
-        columns = [] if fields.whole_record else [name for name in (fields.text, fields.prompt) if name]
-        records = _read_rows(file, columns, fields.key, extract, first, span, bad)
+        columns = {} if fields.whole_record else fields.keys
+        records = _read_rows(file, columns, extract, first, span, bad)
     else:
         records = _read_lines(file, extract, first, span, bad)
     for number, size, (text, prompt, record) in records:
@@ -111,7 +117,7 @@ def read_records(file: File, convert: Callable[[dict[str, Any]], T], *, bad: OnB
 
     bad = bad or _raise
     parquet = file.kind == PARQUET
-    records = _read_rows(file, [], "", parse, 0, None, bad) if parquet else _read_lines(file, parse, 0, None, bad)
+    records = _read_rows(file, {}, parse, 0, None, bad) if parquet else _read_lines(file, parse, 0, None, bad)
     yield from (record for _, _, record in records)
 
 
@@ -230,11 +236,12 @@ def _count_lines(file: File, stop: int) -> int:
 
 
 def _read_rows(
-    file: File, columns: list[str], key: str, parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
+    file: File, columns: dict[str, str], parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
 ) -> Iterator[tuple[int, int, T]]:
-    """Yields the number, the approximate bytes and the parsed content of each row. No columns: all columns."""
+    """Yields the number, the approximate bytes and the parsed content of each row. `columns` has the option that sets each name; if
+    it is empty, all columns are read."""
     with open_parquet(file) as table:
-        for name in columns:
+        for name, key in columns.items():
             if name not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names)
                 raise UserError(f"{file.name}: no column {name!r}; its columns are {names}; set {key}")
@@ -246,7 +253,7 @@ def _read_rows(
             if number + sizes[group] <= first:
                 number += sizes[group]
                 continue
-            batches = table.iter_batches(256, row_groups=[group], columns=columns or None)
+            batches = table.iter_batches(256, row_groups=[group], columns=list(columns) or None)
             read = partial(next, batches, None)
             while (batch := _checked(file, read, f", row {skipped + number + 1}")) is not None:
                 for row in range(len(batch)):
@@ -285,8 +292,8 @@ def _to_python(batch: Any, row: int) -> dict[str, Any]:
 def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str, dict[str, Any] | None]:
     """Returns the text and the prompt of a record, and the record if `fields` asks for it."""
     record = _load(load, f" with a field {fields.text!r}")
-    prompt = _text_of(record, fields.prompt, fields) if fields.prompt else ""
-    return _text_of(record, fields.text, fields), prompt, record if fields.whole_record else None
+    texts = {name: _text_of(record, name, key) for name, key in fields.keys.items()}
+    return texts[fields.text], texts.get(fields.prompt, ""), record if fields.whole_record else None
 
 
 def _load(load: Callable[[], Any], expected: str = "") -> dict[str, Any]:
@@ -301,9 +308,9 @@ def _load(load: Callable[[], Any], expected: str = "") -> dict[str, Any]:
     return record
 
 
-def _text_of(record: dict[str, Any], name: str, fields: Fields) -> str:
+def _text_of(record: dict[str, Any], name: str, key: str) -> str:
     if name not in record:
-        raise BadRecord(f"no field {name!r}; its fields are {', '.join(map(str, record)) or 'none'}; set {fields.key}")
+        raise BadRecord(f"no field {name!r}; its fields are {', '.join(map(str, record)) or 'none'}; set {key}")
     if not isinstance(record[name], str):
         raise BadRecord(f"the field {name!r} is not text: {json.dumps(record[name], default=str)[:40]}")
     return replace_surrogates(record[name])

@@ -38,7 +38,9 @@ def list_remote(url: str) -> list[File]:
             return dict(fs.glob(path, detail=True))
         info = fs.info(path)  # not isdir, which downloads a file from a web server to search it for links
         if info["type"] == "directory" or url.endswith("/"):
-            return dict(fs.find(path, detail=True))
+            found = fs.find(path, detail=True)
+            root = path.rstrip("/")
+            return {name: info for name, info in found.items() if "/." not in name.removeprefix(root)}
         return {path: info}
 
     try:

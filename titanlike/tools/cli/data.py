@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     text = "tokens, including special ones (32000)"
     train.add_argument("--vocab-size", type=positive_int, default=32000, metavar="N", help=text)
-    text = "bytes of text to read at most, the same fraction of each file (268435456)"
+    text = "bytes of text to read at most, from each file in proportion to its size (268435456)"
     train.add_argument("--limit-bytes", type=positive_int, default=256 * 2**20, metavar="N", help=text)
     _add_record_options(train)
     data_inspect.add(subcommands)
@@ -241,6 +241,9 @@ def _train(arguments: argparse.Namespace, fields: "Fields") -> None:
     if trained.vocab_size < arguments.vocab_size:
         print(f"  fewer than {arguments.vocab_size:,}: no other pair occurs twice; more text yields more tokens")
     prepare = ["titanlike", "data", "prepare", *arguments.inputs, "--out", "tokens", "--tokenizer", str(arguments.out)]
+    for name, default in (("text_field", "text"), ("bad_records", "stop")):
+        if getattr(arguments, name) != default:
+            prepare += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
     print(f"\nNext:\n\n  {shlex.join(prepare)}")
 
 

@@ -57,11 +57,16 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         if recipe_path(arguments.path).suffix != ".toml":
             if overrides:
                 raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
+            if arguments.validation:
+                raise UserError(f"--validation requires a recipe; {arguments.path} is read as a folder of token shards")
             if arguments.json:
-                print(shards_as_json(arguments.path))
+                print(shards_as_json(arguments.path, verify=arguments.verify))
                 return
             inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
             return
+        for name in ("json", "verify"):
+            if getattr(arguments, name):
+                raise UserError(f"--{name} requires a folder of token shards; {arguments.path} is a recipe")
         command_line = Arguments([arguments.path, *overrides])
         inspect_recipe(
             load_known(command_line.recipe, command_line.overrides),

@@ -46,7 +46,8 @@ def inspect_recipe(
         batch_ramp=training.batch_ramp,
     )
     source = data.validation if validation else data.training
-    assert source is not None
+    if source is None:
+        raise UserError("--validation: a stream has no held-out sequences; set data.validation_path")
     first = 1 if source.position() is not None else step  # a stream has to be read from its start
     for each in range(first, step + 1):
         num_rows = sizes.of(each) // ranks
@@ -96,9 +97,13 @@ def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> 
         console.print("        all files match the manifest", style="green")
 
 
-def shards_as_json(path: str) -> str:
-    """Returns the manifest of a folder of token shards, and the report of what was removed from the text, as JSON."""
+def shards_as_json(path: str, *, verify: bool) -> str:
+    """Returns the manifest of a folder of token shards, and the report of what was removed from the text, as JSON. With `verify`,
+    checks the hash of each file."""
     manifest = read_manifest(path)
+    if verify:
+        for name in manifest.splits:
+            Shards(path, name).verify()
     values = asdict(manifest) | {"fingerprint": Shards(path).fingerprint, "report": read_report(path)}
     return json.dumps(values, indent=1)
 

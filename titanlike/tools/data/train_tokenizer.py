@@ -41,7 +41,7 @@ def train(
 ) -> TrainingResult:
     """Trains a byte-level BPE tokenizer and writes it to `out`: a `tokenizer.json` if the name ends in .json, else a rank file.
 
-    Of inputs larger than `limit_bytes`, the same fraction of each file is read, from its start.
+    Of inputs larger than `limit_bytes`, the start of each file is read, in proportion to its size.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
@@ -49,6 +49,12 @@ def train(
         )
     if out.exists():
         raise UserError(f"{out} exists; remove it, or give another --out")
+    config = (
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}, indent=1) + "\n"
+    )
+    beside = out.with_name("tokenizer_config.json")
+    if out.suffix == ".json" and beside.exists() and beside.read_bytes() != config.encode():
+        raise UserError(f"{beside} exists, with the settings of another tokenizer; give another --out")
     files = list_inputs(inputs)
     sampler = _TextSampler(files, fields or Fields(), limit_bytes, skip)
     trained = _train(sampler, vocab_size, str(out))
@@ -58,8 +64,7 @@ def train(
     with convert_write_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
-            atomic_write_text(out.with_name("tokenizer_config.json"), json.dumps(config, indent=1) + "\n")
+            atomic_write_text(beside, config)
             atomic_write_text(out, trained.to_str(pretty=True))
         else:
             atomic_write_text(out, _rank_file(trained))
@@ -70,7 +75,7 @@ def train(
 
 
 class _TextSampler:
-    """Iterates over text up to `limit` bytes, evenly from all files. Keeps a sample."""
+    """Iterates over text up to `limit` bytes, from all files in proportion to their sizes. Keeps a sample."""
 
     def __init__(self, files: Sequence[File], fields: Fields, limit: int, skip: bool) -> None:
         self._files, self._fields, self._limit, self._skip = files, fields, limit, skip
@@ -78,21 +83,22 @@ class _TextSampler:
         self.sample: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
-        fraction = min(1.0, self._limit / max(sum(file.size for file in self._files), 1))
+        unread = sum(file.size for file in self._files)
         for file in self._files:
-            remaining = file.size * fraction if file.size else self._limit
+            # A share of what is left of the limit, so that the next files get what a shorter text does not use. The size of a
+            # compressed file is not that of its text, and a web server may not tell it.
+            end = self.size + int((self._limit - self.size) * (file.size / unread if file.size else 1))
+            unread -= file.size
             for chunk in read_chunks(file, self._fields, bad=self._count_bad_record if self._skip else None):
-                if self.size >= self._limit:
-                    return
-                size = len(chunk.text.encode())
-                self.size += size
-                if self._sample_size < SAMPLE and chunk.text:
-                    self._sample_size += size
-                    self.sample.append(chunk.text)
-                yield chunk.text
-                remaining -= chunk.size
-                if remaining <= 0:
+                if self.size >= end:
                     break
+                content = chunk.text.encode()[: end - self.size]
+                text = content.decode(errors="ignore")  # without a part of a character at the end
+                self.size += len(content)
+                if self._sample_size < SAMPLE and text:
+                    self._sample_size += len(content)
+                    self.sample.append(text)
+                yield text
 
     def _count_bad_record(self, problem: BadRecord) -> None:
         self.skipped += 1

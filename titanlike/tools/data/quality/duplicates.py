@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, check_unchanged
@@ -151,7 +152,8 @@ def merge_keys(job: Job, num_units: int) -> Merged:
                 verdicts[second] = CODES["exact_duplicates"]
     compress(parents)
     merged = _classify(parents, verdicts, offsets, removes=quality.removes_duplicates)
-    verdicts.flush()
+    if isinstance(verdicts, np.memmap):  # not without documents
+        verdicts.flush()
     (folder / f"{ALL_VERDICTS}.partial").replace(folder / ALL_VERDICTS)
     (folder / "parents.partial").unlink()
     fsync_directory(folder)
@@ -159,10 +161,10 @@ def merge_keys(job: Job, num_units: int) -> Merged:
     return merged
 
 
-def _array(path: Path, dtype: Any, size: int) -> "np.memmap[Any, Any]":
+def _array(path: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
     with path.open("wb") as file:
         file.truncate(max(size, 1) * np.dtype(dtype).itemsize)
-    return np.memmap(path, dtype, "r+", shape=(size,)) if size else np.zeros(0, dtype)  # type: ignore[return-value]
+    return np.memmap(path, dtype, "r+", shape=(size,)) if size else np.zeros(0, dtype)
 
 
 def _classify(parents: Parents, verdicts: Verdicts, offsets: Numbers, *, removes: bool) -> Merged:

@@ -174,7 +174,6 @@ class Lines(NamedTuple):
     hashes: Hashes  # (L,)
     starts: Numbers  # (L,) first byte of the line in its text
     ends: Numbers  # (L,) after its line break
-    sizes: Numbers  # (L,) bytes without surrounding white space
     texts: Numbers  # (L,) number of the text of each
 
 
@@ -192,7 +191,7 @@ def lines_of(contents: Sequence[bytes]) -> Lines:
         lines = _hash_lines(flat[group])
         of_group = slice(group.start, group.start + len(flat[group]))
         at, shift = texts[of_group][lines.texts], offsets[of_group][lines.texts]
-        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, lines.sizes, at))
+        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, at))
     return Lines(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 
@@ -205,7 +204,7 @@ def _hash_lines(contents: Sequence[bytes]) -> Lines:
     starts = np.append(0, ends[:-1])
     visible = np.flatnonzero(tables.lines[content])
     if not len(visible):
-        return Lines(np.empty(0, np.uint64), *[np.empty(0, np.int64)] * 4)
+        return Lines(np.empty(0, np.uint64), *[np.empty(0, np.int64)] * 3)
     first = visible[np.minimum(np.searchsorted(visible, starts), len(visible) - 1)]
     last = visible[np.searchsorted(visible, ends) - 1] + 1
     kept = (last - first >= MIN_LINE) & (first >= starts) & (last <= ends)
@@ -214,7 +213,7 @@ def _hash_lines(contents: Sequence[bytes]) -> Lines:
     sizes = np.diff(text_ends, prepend=0) - 1
     before = text_ends - sizes - 1
     in_text = np.minimum(ends - before[texts], sizes[texts])  # the last line of a text may have no line break
-    return Lines(_ranges(content, tables.lines, first, last), starts - before[texts], in_text, last - first, texts)
+    return Lines(_ranges(content, tables.lines, first, last), starts - before[texts], in_text, texts)
 
 
 def _classify_characters(content: npt.NDArray[Any], codes: npt.NDArray[np.uint8]) -> None:

@@ -19,7 +19,7 @@ from titanlike.tools.data.quality.runs import is_complete, merge, write_run
 from titanlike.utils.files import atomic_writer, fsync_directory, write_all
 
 COUNTED, REPEATED = "lines-{:05d}", "repeated-lines"
-MAX_REMOVED = 0.5  # of a document's characters that are in such lines; a document with more is removed
+MAX_REMOVED = 0.5  # of a document's visible bytes that are in such lines; a document with more is removed
 
 
 def count_lines(unit: WorkUnit, job: Job, verdicts: Verdicts | None, report: ReportProgress) -> None:
@@ -94,18 +94,16 @@ def remove_lines(candidates: Sequence[Candidate], repeated: Hashes) -> dict[int,
     cleaned = {}
     for number in np.unique(lines.texts[found]).tolist():
         candidate, of_text = candidates[number], found[bounds[number] : bounds[number + 1]]
-        cleaned[candidate.position] = _remove(
-            candidate, lines.starts[of_text].tolist(), lines.ends[of_text].tolist(), int(lines.sizes[of_text].sum())
-        )
+        cleaned[candidate.position] = _remove(candidate, lines.starts[of_text].tolist(), lines.ends[of_text].tolist())
     return cleaned
 
 
-def _remove(candidate: Candidate, starts: list[int], ends: list[int], num_removed: int) -> Cleaned:
+def _remove(candidate: Candidate, starts: list[int], ends: list[int]) -> Cleaned:
     content = candidate.content
     rest = b"".join(content[first:last] for first, last in zip([0, *ends], [*starts, len(content)], strict=True))
-    visible = len(content.translate(None, b" \t\r\n\v\f"))
+    visible, left = (len(each.translate(None, b" \t\r\n\v\f")) for each in (content, rest))
     example = content[starts[0] : ends[0]].decode(errors="replace").strip()
-    dominated = num_removed > MAX_REMOVED * visible or not rest.strip()
+    dominated = visible - left > MAX_REMOVED * visible or not left
     if not dominated:
         candidate.text, candidate.content = rest.decode(), rest
     return Cleaned(len(content) - len(rest), example, dominated)

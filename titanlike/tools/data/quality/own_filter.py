@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titanlike.config import UserError
 
 
@@ -40,7 +42,7 @@ class OwnFilter:
                     f"{where()}: --filter {self.name} returned a text that is not UTF-8: a lone surrogate"
                 ) from None
             return result or None
-        if isinstance(result, bool):
+        if isinstance(result, (bool, np.bool_)):
             return text if result else None
         raise UserError(
             f"{where()}: --filter {self.name} returned {type(result).__name__}; return True to keep the document, False to remove "
