@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from tests.training import tiny, train_on_rank
+from titanlike.checkpoint.files import LocalFile
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.utils import files
 
@@ -96,6 +97,31 @@ def test_a_store_that_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match=r"shared/run.* cannot be (used|downloaded): .*Connection refused"):
         train_on_rank(recipe(tmp_path, **options))
     assert not list((tmp_path / "shared/run").rglob("*.archived"))
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above: an error of a disk or an NFS server says nothing about the checkpoint."""
+    train_on_rank(recipe(tmp_path))
+
+    def refuse(file: LocalFile, *_: int) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), file.name)
+
+    monkeypatch.setattr(LocalFile, "read", refuse)
+    with pytest.raises(UserError, match=r"step-00000004/.* cannot be read: Stale file handle"):
+        train_on_rank(recipe(tmp_path))
+    assert not list((tmp_path / "run").rglob("*.archived"))
+
+
+def test_an_archived_checkpoint_in_a_store_stays(tmp_path: Path) -> None:
+    shared = tmp_path / "shared/run"
+    options = dict(dir=f"file://{tmp_path}/shared")
+    train_on_rank(recipe(tmp_path, **options))
+    archived = shared / "step-00000004.archived"
+    for _ in range(2):  # it replaces an earlier archive
+        expected = {path.name: path.read_bytes() for path in (shared / "step-00000004").iterdir()}
+        train_on_rank(recipe(tmp_path, resume_from=2, **options))
+        assert {path.name: path.read_bytes() for path in archived.iterdir()} == expected
+    assert sorted(path.name for path in shared.glob("step-*")) == ["step-00000002", "step-00000004", archived.name]
 
 
 def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Exported folders as transformers reads them, and folders that transformers writes. `.ci/run` repeats this with transformers 4."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.hf_parameters import whole
-from titanlike.interop.tokenizer_files import tokenizer_files
+from titanlike.interop.tokenizer_files import adds_bos, tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.experts import routers
@@ -428,17 +429,19 @@ def rank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     text = folder / "text.txt"
     text.write_text("".join(path.read_text() for path in sorted(Path(__file__).parents[1].glob("unit/test_[a-d]*.py"))))
-    train([str(text)], folder / "tokenizer.model", 600)
+    for name in ("tokenizer.model", "tokenizer.json"):
+        train([str(text)], folder / name, 600)
     return folder / "tokenizer.model"
 
 
 @pytest.mark.parametrize(
-    ("kind", "special"), [("bytes", "eos"), ("ranks", "eos"), ("ranks", "both"), ("json", "eos"), ("json", "both")]
+    ("kind", "special"),
+    [("bytes", "eos"), *itertools.product(("ranks", "json", "json with BOS"), ("eos", "both"))],
 )
 def test_auto_tokenizer_gives_the_same_tokens(kind: str, special: str, rank_file: Path, tmp_path: Path) -> None:
-    encoding = {"bytes": "bytes", "ranks": str(rank_file)}.get(kind, "")
-    section = Tokenizer(encoding=encoding, special=special)  # type: ignore[arg-type]
-    if kind == "json":
+    encodings = {"bytes": "bytes", "ranks": str(rank_file), "json": str(rank_file.with_suffix(".json"))}
+    section = Tokenizer(encoding=encodings.get(kind, ""), special=special)  # type: ignore[arg-type]
+    if kind == "json with BOS":
         first = build_tokenizer(Tokenizer(encoding=str(rank_file), special="both"))
         (tmp_path / "first").mkdir()
         for name, content in tokenizer_files(first, 256).items():
@@ -453,6 +456,10 @@ def test_auto_tokenizer_gives_the_same_tokens(kind: str, special: str, rank_file
     expected = ours.encode(NASTY).tolist()
     assert reference(NASTY, add_special_tokens=False).input_ids == expected
     assert reference.decode(expected) == NASTY
-    if kind != "json":
-        assert reference(NASTY).input_ids == ([ours.bos] if special == "both" else []) + expected
+    assert reference(NASTY).input_ids == ([ours.bos] if special == "both" else []) + expected
+    contents = [
+        json.loads((tmp_path / "hf" / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json")
+    ]
+    assert adds_bos(*contents) == (special == "both")
+    assert adds_bos({}, {"add_bos_token": True})  # as DeepSeek's
     assert reference.eos_token_id == ours.eos

@@ -50,13 +50,15 @@ def test_a_store_publishes_and_deletes_checkpoints(bucket: Bucket) -> None:
     store.archive(4)
     assert store.steps() == []
     assert bucket.names("runs/r") == {
-        "owner.json", "step-00000004/manifest.json.archived", "step-00000004/rank-00000.safetensors",
+        "owner.json", "step-00000004.archived/manifest.json", "step-00000004.archived/rank-00000.safetensors",
     }  # fmt: skip
     store.begin(6, 1)
     with store.create(6, "rank-00000.safetensors") as file:
         file.write(b"interrupted")
     store.begin(8, 1)  # deletes what the save of step 6 left
     assert not [name for name in bucket.names("runs/r") if name.startswith("step-00000006")]
+    path = f"{store.root}/step-00000004.archived/rank-00000.safetensors"
+    assert bucket.files.cat_file(path) == content
 
 
 def test_a_run_resumes_bit_exactly(bucket: Bucket, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Reads checkpoint files, which are not trusted: headers, hashes, and the parts of tensors that a rank needs."""
 
+import errno
 import hashlib
 import json
 import math
@@ -17,18 +18,22 @@ from titanlike.checkpoint.format import CHUNK_SIZE, DTYPES, CheckpointCorrupt, F
 from titanlike.config import UserError
 from titanlike.config.base import shown
 
+# What the system reports of something that is not there, or is not a file. Of other errors, a disk or a server is the cause.
+NO_FILE = {None, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ELOOP}
 MAX_HEADER_SIZE = 100_000_000  # bytes, the limit of the safetensors library
 
 
 @contextmanager
 def corrupt_unless_read(file: File | str) -> Iterator[None]:
-    """Raises `CheckpointCorrupt` instead of the errors that reading and parsing a file raises."""
+    """Raises `CheckpointCorrupt` instead of the errors that reading and parsing a file raises, or `UserError` if the file may be
+    valid, but cannot be read now."""
     try:
         yield
     except UserError:  # a ValueError that names the file already
         raise
     except OSError as error:
-        raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror or error}") from None
+        kind = CheckpointCorrupt if error.errno in NO_FILE else UserError
+        raise kind(f"{file} cannot be read: {error.strerror or error}") from None
     except KeyError as error:
         raise CheckpointCorrupt(f"{file} is corrupt: it lacks {shown(str(error))}") from None
     except (TypeError, AttributeError):

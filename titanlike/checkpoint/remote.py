@@ -138,8 +138,14 @@ class RemoteStore:
             self.files.rm(self._path(step), recursive=True)
 
     def archive(self, step: int) -> None:
-        """Unpublishes a checkpoint by renaming its manifest."""
+        """Unpublishes a checkpoint by renaming its manifest, and moves it to where no later checkpoint of the step replaces it."""
         self.files.mv(self._path(step, MANIFEST), self._path(step, f"{MANIFEST}.archived"))
+        archived = f"{self._path(step)}.archived"
+        if self.files.exists(archived):
+            self.files.rm(archived, recursive=True)
+        self.files.invalidate_cache()
+        self.files.mv(self._path(step), archived, recursive=True)
+        self.files.mv(f"{archived}/{MANIFEST}.archived", f"{archived}/{MANIFEST}")
 
     def _path(self, step: int, file: str = "") -> str:
         return f"{self.root}/{name_of(step)}" + (f"/{file}" if file else "")

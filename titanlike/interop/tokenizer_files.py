@@ -23,6 +23,11 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         files["tokenizer.json"] = read_regular(source[0])
         if len(source) > 1:
             config = json.loads(read_regular(source[1]))
+        content, wants_bos = json.loads(files["tokenizer.json"]), tokenizer.bos is not None
+        if adds_bos(content, config) != wants_bos:
+            content["post_processor"] = _with_bos(content, tokenizer) if wants_bos else _without_bos(content)
+            config["add_bos_token"] = wants_bos  # which replaces the post-processor in some classes of transformers
+            files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
         companions = [source[0].with_name(name) for name in COMPANIONS]
         files |= {file.name: read_regular(file) for file in companions if file.is_file()}
     else:
@@ -82,6 +87,39 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": merges,
         },
     }
+
+
+def adds_bos(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether a `tokenizer.json`, with the `tokenizer_config.json` beside it, begins every text with a special token."""
+    if isinstance(config.get("add_bos_token"), bool):
+        return bool(config["add_bos_token"])
+    return any(_template_of(step)[:1] == ["SpecialToken"] for step in _steps_of(content))
+
+
+def _steps_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the steps of the post-processor in a `tokenizer.json`."""
+    processor = content.get("post_processor")
+    steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
+    return [step for step in steps if isinstance(step, dict)]
+
+
+def _template_of(step: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of what a step makes of a text: `Sequence` is the text itself."""
+    if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+        return ["SpecialToken", "Sequence", "SpecialToken"]
+    single = step.get("single")
+    return [kind for piece in single for kind in piece] if isinstance(single, list) else []
+
+
+def _with_bos(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the post-processor with BOS before a text."""
+    return {"type": "Sequence", "processors": [*_steps_of(content), _begin_with(tokenizer)]}
+
+
+def _without_bos(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the post-processor without the steps that add special tokens."""
+    steps = [step for step in _steps_of(content) if "SpecialToken" not in _template_of(step)]
+    return {"type": "Sequence", "processors": steps} if steps else None
 
 
 def _begin_with(tokenizer: Tokenizer) -> dict[str, Any] | None:

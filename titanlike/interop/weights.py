@@ -257,8 +257,13 @@ class CheckpointWeights(Weights):
 
 def _find_checkpoint(path: Path, step: int) -> tuple[store.Store, int]:
     """Returns the store and the step of the checkpoint at a path, or of `step` (0: the newest) of the run at it."""
-    if match := store.STEP.fullmatch(path.resolve().name):
-        return store.LocalStore(path.parent), int(match[1])
+    resolved = path.resolve()  # of a link or "."
+    if match := store.STEP.fullmatch(resolved.name):
+        if step not in (0, int(match[1])):
+            raise UserError(
+                f"{path} is the checkpoint of step {int(match[1])}; omit --step, or give the run's directory"
+            )
+        return store.LocalStore(resolved.parent), int(match[1])
     for folder in (path / "checkpoints", path):
         location = store.LocalStore(folder)
         if steps := location.steps():
@@ -272,11 +277,10 @@ def _find_checkpoint(path: Path, step: int) -> tuple[store.Store, int]:
 
 def _adds_bos(folder: Path) -> bool:
     """Whether the tokenizer in a folder begins every text with a special token."""
-    file = folder / "tokenizer.json"
-    processor = read_json(file).get("post_processor") if file.exists() else None
-    steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
-    templates = [step["single"] for step in steps if isinstance(step, dict) and isinstance(step.get("single"), list)]
-    return any("SpecialToken" in template[0] for template in templates if template)
+    from titanlike.interop.tokenizer_files import adds_bos  # imports tiktoken
+
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    return adds_bos(*[read_json(file) if file.exists() else {} for file in files])
 
 
 def _config_of(recipe: Mapping[str, object], path: str) -> TransformerConfig:
