@@ -122,7 +122,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            means |= guard.metrics
+            means |= guard.metrics | getattr(optimizer, "metrics", {})
             monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **means)
 
             # Validate, evaluate, save, stop.

@@ -12,6 +12,7 @@ from titanlike.config.load import joined
 from titanlike.config.shipped import REPOSITORY
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
+from titanlike.tools.clusters.cluster_job import extras_of
 from titanlike.tools.programs import SHIPPED, known_sections, run_program
 
 RECIPE = "recipe.toml"
@@ -95,4 +96,6 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
     required = [*project["dependencies"], *(extras["s3"] if s3 else [])]
     if (recipe.data.reads_paths and recipe.data.source != "shards") or recipe.tokenizer.encoding.endswith(".json"):
         required += extras["data"]
+    for name in extras_of(recipe):
+        required += extras[name] if name not in ("data", "s3") else []
     return "".join(f"{line}\n" for line in required)

@@ -82,7 +82,7 @@ def launch(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     processes = options.processes if options.simulate else instance_type.num_gpus
     bundle = make_bundle(Path(options.recipe), overrides, num_instances * processes, s3=not options.simulate)
     job = make_job(options, bundle, timestamp)
-    if errors := [*path_errors(bundle.recipe, job), *job_errors(job)]:
+    if errors := [*recipe_errors(bundle.recipe, job), *job_errors(job)]:
         raise UserError("\n".join(errors))
     if options.simulate:
         return _simulate(options, request_for(job), bundle)
@@ -162,8 +162,8 @@ def parse_channels(values: Sequence[tuple[str, str]]) -> list[Channel]:
     return channels
 
 
-def path_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
-    """Yields an error for each local path that the job could not read, and each key that the job sets itself."""
+def recipe_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
+    """Yields an error for each local path that the job could not read, and each key that it sets itself or cannot have."""
     mounted = {channel.key for channel in job.channels}
     data = recipe.data
     for key, paths in (
@@ -185,6 +185,11 @@ def path_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
         yield (
             f"tokenizer.encoding = {encoding!r}: no such file; create it, or add --channel "
             "tokenizer.encoding=s3://BUCKET/FILE"
+        )
+    if job.spot and recipe.checkpoint.resume_from:
+        yield (
+            f"checkpoint.resume_from = {recipe.checkpoint.resume_from}: a job that was interrupted would go back to that step; "
+            "omit --spot"
         )
     for override in job.arguments[1:]:
         key = override.partition("=")[0].removeprefix("--")

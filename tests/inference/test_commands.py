@@ -16,7 +16,7 @@ import torch
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.pool import Pool
 from tests.training import tiny, train
-from titanlike.distributed import launch_config
+from titanlike.distributed import launch_config, process_group
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.run.preflight import check_machine
 from titanlike.tools.cli import main as program
@@ -89,6 +89,16 @@ def test_prompts_from_arguments_a_file_and_standard_input(
     assert capsys.readouterr().out == f"zero{lines[0]['text']}\n"
     command(monkeypatch, "generate", folder / "hf", "--prompts", "-", *options, "--batch-size", 1, text="zero\none\n")
     assert capsys.readouterr().out.startswith(f"[1 of 2]\nzero{lines[0]['text']}\n\n[2 of 2]\none{lines[1]['text']}\n")
+
+
+def test_one_of_several_processes_reads_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process_group, "is_main", lambda: False)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "generate", folder / "hf", "--prompts", "-", text="zero\none\n")
+    assert capsys.readouterr().err == "error: - has no prompts; give one in each line\n"
+    assert sys.stdin.read() == "zero\none\n"
 
 
 def test_figures_as_text_and_as_json(

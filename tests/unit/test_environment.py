@@ -179,6 +179,9 @@ def test_shell_inside_a_slurm_allocation_is_not_a_task() -> None:
     variables = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_NTASKS": "4"}
     assert rank_variables_from_slurm(variables) is None
     assert launch_config(NO_GPU | variables).num_nodes == 1
+    variables |= {"SLURM_STEP_ID": "4294967290"}  # of salloc, where the site has LaunchParameters=use_interactive_step
+    assert rank_variables_from_slurm(variables) is None
+    assert launch_config(NO_GPU | variables).num_nodes == 1
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     recipe = load(PretrainRecipe, out / "recipe.toml")
     assert recipe.run.name.startswith("llama3_8b-") and recipe.run.shutdown_timeout == 90
     assert recipe.training.steps == 7000 and recipe.model == load(PretrainRecipe, Path(RECIPE)).model
+    # Each requeue would go back to that step.
+    assert launch(monkeypatch, "slurm", RECIPE, "--out=other", "--dry-run", "--checkpoint.resume_from=800") == 2
+    assert "checkpoint.resume_from = 800: each restart of the job would go back to that step" in capsys.readouterr().err
     before = file.read_text()
     assert launch(monkeypatch, "slurm", RECIPE, *options) == 2
     assert "is not empty; choose another folder" in capsys.readouterr().err and file.read_text() == before

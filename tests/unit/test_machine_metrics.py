@@ -210,6 +210,17 @@ def test_a_source_that_fails_is_left_out(tmp_path: Path) -> None:
     assert sampler.take_problem() == ""
 
 
+def test_a_rate_whose_source_failed_is_unknown() -> None:
+    source = Counter()
+    sampler = Sampler([], 1.0)
+    sampler._sources = [source]
+    sampler.sample()
+    source.sent = None  # type: ignore[assignment]  raises TypeError
+    sampler.sample()
+    assert "host/network_sent_bytes_per_second" not in machine.by_name(sampler.take())
+    assert "Counter is not measured any more" in sampler.take_problem()
+
+
 def build_monitor(folder: Path, **section: Any) -> Monitor:
     return Monitor(
         folder=folder, device=torch.device("cpu"), num_devices=1, first_step=1, num_steps=4, num_tokens=lambda step: 10 * step,

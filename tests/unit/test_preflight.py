@@ -22,6 +22,7 @@ from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.run import preflight
 from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
@@ -76,6 +77,10 @@ def test_the_defaults_are_valid() -> None:
         (dict(model=Gemma3Config(head_dim=33)), 1, "model.head_dim = 33 is odd, but RoPE rotates pairs; use 32 or 34"),
         (
             dict(training=dict(attention="flash"), model=Gemma3Config()), 1,
+            "'flash' does not support the mask of model.sliding_window = 64; set training.attention = 'auto'",
+        ),
+        (
+            dict(training=dict(attention="flash", seq_len=40), model=ModernBertConfig(sliding_window=64)), 1,
             "'flash' does not support the mask of model.sliding_window = 64; set training.attention = 'auto'",
         ),
         (

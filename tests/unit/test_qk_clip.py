@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.interop.models import CONFIGS, model_of
+from tests.interop.models import CONFIGS, GPT_OSS, model_of
 from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
@@ -141,7 +141,19 @@ def test_muon_clips_after_its_step_and_records_the_largest_logit() -> None:
             LLAMA,
             MUON,
             {"data": dict(document_masks=True)},
-            "is a block mask on GPUs; set training.attention = 'efficient'",
+            "is a block mask on GPUs; set training.attention = 'math', or optimizer",
+        ),
+        (
+            dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads),
+            MUON,
+            {"data": dict(document_masks=True)},
+            "is a block mask on GPUs; set training.attention = 'efficient' or 'math'",
+        ),
+        (
+            dataclasses.replace(GPT_OSS, sliding_window=0),
+            MUON,
+            {},
+            "that of the attention sinks of model.name = 'gpt_oss' is a block mask on GPUs; set training.attention = 'math', or",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import time
@@ -300,3 +301,21 @@ def test_missing_packages_are_refused_before_training(monkeypatch: pytest.Monkey
     for wrong in ("9400", ":9400", "localhost:", "localhost:0", "localhost:65536", "localhost:x"):
         with pytest.raises(UserError, match=f"metrics.prometheus = '{wrong}' is not an address and a port"):
             check_recipe(PretrainRecipe(metrics=Metrics(prometheus=wrong)), 1)
+
+
+def test_ids_of_services_belong_to_a_run_of_one_name(tmp_path: Path) -> None:
+    def run(folder: Path) -> RunInfo:
+        return RunInfo(folder, 1, "p", "", {})
+
+    stable, decay, moved = (tmp_path / name for name in ("stable", "decay", "elsewhere/stable"))
+    stable.mkdir()
+    (stable / "trackers.json").write_text('{"wandb p": "abc"}')  # as earlier versions wrote it
+    services._write_id(run(stable), "mlflow p", "def")
+    expected = {"run": "stable", "wandb p": "abc", "mlflow p": "def"}
+    assert services._read_ids(run(stable)) == expected
+    shutil.copytree(stable, decay)
+    assert services._read_ids(run(decay)) == {}
+    services._write_id(run(decay), "mlflow p", "ghi")
+    assert services._read_ids(run(decay)) == {"run": "decay", "mlflow p": "ghi"}
+    shutil.copytree(stable, moved)
+    assert services._read_ids(run(moved)) == expected

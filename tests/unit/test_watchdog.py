@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.pool import Pool
 from titanlike.distributed.heartbeat import diagnose_missing_ranks, format_ranks
@@ -89,6 +91,21 @@ def test_watchdog_leaves_no_threads_and_no_files(tmp_path: Path, alone: None) ->
                 time.sleep(1.2)
     assert set(threading.enumerate()) <= before
     assert not list(tmp_path.iterdir())
+
+
+def test_each_forward_pass_of_a_pause_is_progress(tmp_path: Path, alone: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with Watchdog(3600, tmp_path) as watchdog:
+        watchdog.step(1)
+        watchdog.step(2)
+        before = watchdog._progress
+        with watchdog.pause(model):
+            model(torch.zeros(2))
+            model[0](torch.zeros(2))  # as a pipeline calls its stage
+        assert watchdog._progress == before + 2 + 1 + 1
+        with watchdog.pause():
+            model(torch.zeros(2))
+        assert watchdog._progress == before + 5
 
 
 def test_process_group_times_out_after_the_watchdog() -> None:

@@ -21,6 +21,7 @@ from titanlike.distributed.environment import (
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import num_gpus
 
+SLURM_INTERACTIVE_STEP = "4294967290"
 ELASTIC_RESTARTS = 10  # after failures: nodes that join or leave do not count
 
 JOB_VARIABLES = (
@@ -87,7 +88,7 @@ def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes:
                     "all of them the address of node 0 as MASTER_ADDR"
                 )
             node_rank = read_integer(environ, "NODE_RANK")
-    elif "SLURM_STEP_ID" in environ and read_integer(environ, "SLURM_NNODES", 1) > 1:
+    elif _is_slurm_step(environ) and read_integer(environ, "SLURM_NNODES", 1) > 1:
         num_nodes = read_integer(environ, "SLURM_NNODES", most=MAX_PROCESSES)
         _require_slurm(environ, "SLURM_NODEID")
         node_rank, address = read_integer(environ, "SLURM_NODEID"), _slurm_master(environ)
@@ -114,7 +115,7 @@ def _node_range(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Returns torchrun's variables if `srun` started one task per rank, otherwise None."""
-    if "SLURM_STEP_ID" not in environ:
+    if not _is_slurm_step(environ):
         return None
     tasks, num_nodes = (read_integer(environ, name, 1, least=1) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
     if tasks <= num_nodes:
@@ -133,6 +134,11 @@ def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[s
         "MASTER_ADDR": _slurm_master(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(DEFAULT_PORT),
     }
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process for a job step. The shell of an interactive `salloc` is in a step too, alone."""
+    return environ.get("SLURM_STEP_ID") not in (None, SLURM_INTERACTIVE_STEP)
 
 
 def _slurm_master(environ: Mapping[str, str]) -> str:

@@ -108,10 +108,10 @@ def select_device(name: str, option: str) -> torch.device:
     if name == "cpu" or not has_cuda:
         system.keep_freed_memory()
         return torch.device("cpu")
-    if ranks.local_world_size > torch.cuda.device_count():
+    if ranks.local_world_size > (count := torch.cuda.device_count()):
         raise UserError(
-            f"{ranks.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): each process needs "
-            f"one; set NPROC={torch.cuda.device_count()}, or {option} = 'cpu'"
+            f"{ranks.local_world_size} processes on this machine, but {count} GPU(s): each process needs one; set NPROC={count}, "
+            f"or {option} = 'cpu'; tasks of srun need all GPUs of their node (--gpus-per-node)"
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)

@@ -25,6 +25,8 @@ from titanlike.distributed import environment, process_group
 from titanlike.utils import compat
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from titanlike.distributed.heartbeat import HeartbeatThread
 
 PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, validation and checkpointing
@@ -66,7 +68,8 @@ class Watchdog:
             ...
 
     A rank without heartbeats is a hang at any time. Ranks that are alive may take as long as they need before the first step and
-    after `finish`, at least `PAUSE_TIMEOUT` seconds in the first step and in `pause`, and `timeout` seconds in every other step.
+    after `finish`, at least `PAUSE_TIMEOUT` seconds in the first step and in `pause`, or for each forward pass there, and `timeout`
+    seconds in every other step.
 
     One live rank names the missing rank on stderr. Every live rank writes its stacks and torch's flight records to
     `run_dir/hang`, then exits with code `EXIT_RANK_MISSING`.
@@ -111,14 +114,22 @@ class Watchdog:
         self._progress += 1
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Allows `PAUSE_TIMEOUT` seconds, or `timeout` if that is more, for work that may take longer than a step."""
+    def pause(self, model: "nn.Module | None" = None) -> Iterator[None]:
+        """Allows `PAUSE_TIMEOUT` seconds, or `timeout` if that is more, for work that may take longer than a step. With `model`, as
+        much for each of its forward passes."""
         before, self.heartbeat.paused = self.heartbeat.paused, True
+        modules = [model, *model.children()] if model else []  # a pipeline may call its stage only
+        hooks = [module.register_forward_pre_hook(self._count) for module in modules]
         try:
             yield
         finally:
             self._progress += 1
             self.heartbeat.paused = before
+            for hook in hooks:
+                hook.remove()
+
+    def _count(self, *_: object) -> None:
+        self._progress += 1
 
     def __enter__(self) -> "Watchdog":
         if self._heartbeats:

@@ -186,7 +186,7 @@ def _summary(
         return values[-1]
     start, first = previous or samples[0]
     end, last = samples[-1]
-    rate = (last[name] - first.get(name, math.nan)) / (end - start) if end > start else math.nan
+    rate = (last.get(name, math.nan) - first.get(name, math.nan)) / (end - start) if end > start else math.nan
     return rate if rate >= 0 else math.nan  # a counter that was reset, as by a driver
 
 

@@ -1,4 +1,8 @@
-"""TensorBoard, W&B and MLflow. The run directory's `trackers.json` has the ids with which a run of a service is resumed."""
+"""TensorBoard, W&B and MLflow.
+
+The run directory's `trackers.json` has the ids with which a run of a service is resumed, and the name of the run that they belong
+to: a copy of the directory under another name is another run.
+"""
 
 import json
 import logging
@@ -204,9 +208,13 @@ def start_tracker(tracker: str, run: RunInfo) -> BackgroundTracker:
 
 def _read_ids(run: RunInfo) -> dict[str, str]:
     path = run.folder / "trackers.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    ids: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    return ids if ids.get("run", run.folder.name) == run.folder.name else {}
 
 
 def _write_id(run: RunInfo, key: str, value: str) -> None:
     with _lock:
-        atomic_write_text(run.folder / "trackers.json", json.dumps(_read_ids(run) | {key: value}, indent=1) + "\n")
+        atomic_write_text(
+            run.folder / "trackers.json",
+            json.dumps(_read_ids(run) | {"run": run.folder.name, key: value}, indent=1) + "\n",
+        )

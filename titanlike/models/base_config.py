@@ -16,6 +16,11 @@ from titanlike.config.base import UserError, divisors, one_of, validate
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
 
 
+def hides_keys(window: int, num_keys: int, *, causal: bool) -> bool:
+    """Whether a window of this many tokens, up to the current one or around it, excludes some of the keys."""
+    return 0 < window < num_keys if causal else 0 < window // 2 < num_keys - 1
+
+
 class ParameterSpec(NamedTuple):
     """A parameter of a model: its shape, and what tensor parallelism and Hugging Face's checkpoints do with it."""
 
@@ -143,6 +148,10 @@ class TransformerConfig:
     def num_local(self) -> int:
         """Returns the number of blocks with sliding-window attention."""
         return sum(map(self.is_local, range(self.num_layers)))
+
+    def window_hides(self, seq_len: int) -> bool:
+        """Whether the window excludes some keys of a sequence of this length."""
+        return self.num_local() > 0 and hides_keys(self.sliding_window, seq_len, causal=self.causal)
 
     def first_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters before the blocks, by name: those that only the first pipeline stage has."""

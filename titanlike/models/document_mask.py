@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from titanlike.models.base_config import hides_keys
+
 Mask: TypeAlias = Tensor | BlockMask
 
 ANY = 2**30  # more than any distance of two tokens
@@ -50,8 +52,7 @@ class DocumentMask(nn.Module):
 
     def is_needed(self, document_ids: Tensor | None, num_keys: int) -> bool:
         """Whether attention to this number of keys needs a mask."""
-        is_local = 0 < self.window < num_keys if self.causal else 0 < self.window // 2 < num_keys - 1
-        return document_ids is not None or self.always or is_local
+        return document_ids is not None or self.always or hides_keys(self.window, num_keys, causal=self.causal)
 
     def make(
         self,

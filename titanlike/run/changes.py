@@ -31,7 +31,7 @@ FREE_SECTIONS = {
 FREE_KEYS = {
     "training.local_batch_size", "training.loss_chunk", "training.non_finite", "training.skip_limit",
     "training.attention", "tokenizer.encoding", "data.source", "data.path",
-    "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
+    "data.mixture", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
     "data.chat_template", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
@@ -40,8 +40,8 @@ BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}
 # Free keys that change rounding: the resumed run is not bit-exact.
 INEXACT = (
     "training.local_batch_size", "training.loss_chunk", "training.attention", "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor_parallel", "float8.", "compile.mode", "compile.backend",
-    "activation_checkpoint.",
+    "parallelism.pipeline_", "parallelism.async_tensor_parallel", "parallelism.expert", "parallelism.gradient_sync",
+    "float8.", "compile.mode", "compile.backend", "activation_checkpoint.",
 )  # fmt: skip
 
 
@@ -67,6 +67,8 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
         differences = {key: line for key, line in differences.items() if key not in scheduled}
     if _same_batches(before, recipe, saved.step):
         differences = {key: line for key, line in differences.items() if key not in BATCH_SIZE_KEYS}
+    if _same_held_out(before, recipe):
+        differences.pop("data.validation_path", None)
     fixed = ("run.seed", *getattr(recipe, "fixed_keys", ()))
     changed = {
         key: line
@@ -131,6 +133,13 @@ def _same_batches(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int
     # The readers of a stream are as many as divide every size.
     same_readers = recipe.data.source != "stream" or old.divisor() == new.divisor()
     return same_readers and old.until(num_taken) == new.until(num_taken)
+
+
+def _same_held_out(before: dict[str, Any], recipe: PretrainRecipe) -> bool:
+    """Whether the same sequences are held out from training: none if there are other data to validate on."""
+    data = recipe.data
+    holds_out = data.source not in ("stream", "synthetic") and data.holdout_every > 0
+    return not holds_out or bool(before["data"].get("validation_path")) == bool(data.validation_path)
 
 
 def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:

@@ -170,11 +170,11 @@ class Measurements:
 
     def _validate(self, step: int) -> None:
         if self.validation and is_due(step, self.section.interval, self.last_step):
-            with self.monitor.exclude_from_throughput("validating"), self.watchdog.pause():
+            with self.monitor.exclude_from_throughput("validating"), self.watchdog.pause(self.model):
                 values = self.validate(self.model, self.validation, self.section.batches, self.mesh)
                 self.monitor.validation(step, **values)
 
     def _evaluate(self, step: int) -> None:
         if self.evaluator and self.evaluator.is_due(step):
-            with self.monitor.exclude_from_throughput("evaluating"), self.watchdog.pause():
+            with self.monitor.exclude_from_throughput("evaluating"), self.watchdog.pause(self.model):
                 self.monitor.evaluation(step, self.evaluator(step, self.model, self.mesh))

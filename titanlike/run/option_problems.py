@@ -17,12 +17,15 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
     }
     for bound in (name for name, holds in bounds.items() if holds):
         yield f"{clip} is for decoders whose logits nothing else bounds, but model.name = '{model.name}' has {bound}; set it to 0"
-    is_local = model.num_local() > 0 and model.sliding_window < training.seq_len
-    masked = recipe.data.masks_documents or (f"model.sliding_window = {model.sliding_window}" if is_local else "")
+    sinks = f"the attention sinks of model.name = '{model.name}'" if model.has_sinks else ""
+    window = f"model.sliding_window = {model.sliding_window}" if model.window_hides(training.seq_len) else ""
+    masked = recipe.data.masks_documents or sinks or window
     if masked and recipe.run.allows_cuda and training.attention == "auto":
+        has_kernel = model.num_kv_heads == model.num_heads and not sinks
         yield (
-            f"{clip} reads dense masks, but that of {masked} is a block mask on GPUs; set training.attention = 'efficient' or "
-            "'math', or optimizer.muon_qk_clip = 0"
+            f"{clip} reads dense masks, but that of {masked} is a block mask on GPUs; set training.attention = "
+            + ("'efficient' or " if has_kernel else "")
+            + "'math', or optimizer.muon_qk_clip = 0"
         )
 
 

@@ -129,8 +129,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
         f"model.attention_soft_cap = {model.attention_soft_cap}": model.attention_soft_cap > 0,
         f"the attention sinks of model.name = {model.name!r}": model.has_sinks,
         recipe.data.masks_documents: recipe.data.masks_documents != "",
-        f"model.sliding_window = {model.sliding_window}": model.num_local() > 0
-        and model.sliding_window < recipe.training.seq_len,
+        f"model.sliding_window = {model.sliding_window}": model.window_hides(recipe.training.seq_len),
     }
     what = next((reason for reason, holds in reasons.items() if holds), "")
     masked = bool(what) and recipe.run.allows_cuda  # the CPU's flash kernel supports masks

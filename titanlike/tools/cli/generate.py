@@ -69,15 +69,18 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.system and not arguments.chat:
         environment.fail(UserError("--system is the system message of a chat; add --chat, or omit it"))
     start_processes(default=1)
-    prompts = [*arguments.prompt, *(read_lines(arguments.prompts) if arguments.prompts else [])]
+    prompts = list(arguments.prompt)
     with session(arguments.device) as device:
         from titanlike.distributed import process_group
 
         if arguments.chat and (count := process_group.world_size()) > 1:
             # The other processes would wait for what the user types, no longer than the timeout of collectives.
             raise UserError(f"--chat runs in one process, not {count}; set NPROC=1, or give prompts without --chat")
-        if not arguments.prompt and not arguments.prompts and not arguments.chat:
-            prompts = [sys.stdin.read().removesuffix("\n")] if process_group.is_main() else []
+        if process_group.is_main():  # processes share standard input
+            if arguments.prompts:
+                prompts += read_lines(arguments.prompts)
+            elif not prompts and not arguments.chat:
+                prompts = [sys.stdin.read().removesuffix("\n")]
         prompts = process_group.broadcast_object(prompts)
         if not prompts and (arguments.prompts or not arguments.chat):
             raise UserError(f"{arguments.prompts} has no prompts; give one in each line")

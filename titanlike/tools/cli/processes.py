@@ -69,5 +69,5 @@ def read_lines(file: str) -> Sequence[str]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        environment.fail(UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"))
+        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return [line for line in text.split("\n") if line]

@@ -35,7 +35,8 @@ STEPS, FIRST_TRACED, NUM_TRACED = 10, 6, 3
 OVERRIDES = {
     "training.steps": STEPS, "training.batch_ramp": "[]", "schedule.warmup_steps": 0, "schedule.decay": "none",
     "schedule.decay_ratio": 0, "validation.interval": 0, "evaluation.interval": 0, "sample.interval": 0, "sample.tokens": 0,
-    "checkpoint.enabled": "false", "checkpoint.export": "none", "metrics.interval": 1,
+    "checkpoint.enabled": "false", "checkpoint.export": "none", "metrics.interval": 1, "metrics.trackers": "[]",
+    "metrics.tensorboard_dir": "",
     "profiling.steps": f"[{FIRST_TRACED}]", "profiling.num_steps": NUM_TRACED,
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_pr
 MIN_GRACE = 60  # seconds
 EXIT_MARGIN = 30  # seconds between the end of the processes and that of the job
 STOPPED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}  # exit codes of the launcher after a graceful stop
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}  # of the scheme of a URL
 USER_ERROR = 2  # exit code that a restart would repeat
 
 # A file name that needs no quotes in a Dockerfile and is a key of a ConfigMap.
@@ -96,8 +97,13 @@ def make_job(
     program = program_of(path, overrides.get("recipe")).resolve()  # the recipe of the job is in another directory
     if program_beside_recipe and not PROGRAM_NAME.fullmatch(program.name):
         raise UserError(f"recipe = '{shown(program.name)}': name the program with letters, digits and . _ - only")
-    name = load_known(path, overrides).run.name
-    name = name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
+    recipe = load_known(path, overrides)
+    if recipe.checkpoint.resume_from:
+        raise UserError(
+            f"checkpoint.resume_from = {recipe.checkpoint.resume_from}: each restart of the job would go back to that step; resume "
+            "from it with ./run_train.sh first, and the job resumes from the newest checkpoint"
+        )
+    name = recipe.run.name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
     keys = {
         **overrides,
         "recipe": program.name if program_beside_recipe else str(program),
@@ -119,6 +125,15 @@ def make_job(
         grace=grace,
         planned=planned,
     )
+
+
+def extras_of(recipe: PretrainRecipe) -> list[str]:
+    """Returns the optional dependencies of titanlike that a job may need: for its data, its addresses and its trackers."""
+    data, evaluation = recipe.data, recipe.evaluation
+    paths = [data.path, *data.mixture, data.validation_path, *evaluation.data, *evaluation.tasks]
+    schemes = {path.partition("://")[0] for path in (*paths, recipe.checkpoint.dir, recipe.metrics.tensorboard_dir)}
+    stores = {EXTRAS[scheme] for scheme in schemes & EXTRAS.keys()}
+    return sorted({"data", *stores, *({"wandb", "mlflow"} & set(recipe.metrics.trackers))})
 
 
 def dns_name(job: ClusterJob) -> ClusterJob:

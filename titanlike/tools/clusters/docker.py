@@ -12,7 +12,7 @@ import tomli
 
 from titanlike.config import UserError
 from titanlike.config.shipped import REPOSITORY
-from titanlike.tools.clusters.cluster_job import ClusterJob
+from titanlike.tools.clusters.cluster_job import ClusterJob, extras_of
 
 CUDA_INDEX = "https://pypi.org/simple"  # on Linux, its torch is the build with CUDA libraries
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -35,7 +35,7 @@ ARG TORCH_INDEX={index}
 ARG TORCH_VERSION="{torch}"
 RUN pip install --no-cache-dir --index-url "${{TORCH_INDEX}}" "torch${{TORCH_VERSION}}"
 
-ARG EXTRAS=data,s3
+ARG EXTRAS={extras}
 COPY {wheel} /tmp/
 RUN pip install --no-cache-dir "/tmp/{wheel}[${{EXTRAS}}]" && rm /tmp/{wheel}
 
@@ -69,6 +69,7 @@ def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str) -> str:
         index=CUDA_INDEX if job.gpus_per_node else CPU_INDEX,
         torch=torch.removeprefix("torch"),
         wheel=wheel,
+        extras=",".join(sorted({"s3", *extras_of(job.recipe)})),
         program=job.program.name,
     )
 

@@ -8,13 +8,12 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.distributed.environment import DEFAULT_PORT
-from titanlike.tools.clusters.cluster_job import STOPPED, ClusterJob
+from titanlike.tools.clusters.cluster_job import STOPPED, ClusterJob, extras_of
 
 PYTHON = "~/titanlike-env/bin/python"
 PYTHON_VERSION = "3.12"
 # The home directory differs between clouds. A checkpoint location belongs to one path of a run directory.
 RUN_FOLDER = PurePosixPath("/tmp/titanlike")
-EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}  # of the scheme of a URL
 
 SETUP = """\
 # torch.compile needs a C++ compiler, and a Python with its headers, which that of uv has.
@@ -60,8 +59,6 @@ def task(
         secrets: Environment variables whose values are given when the task is submitted.
     """
     recipe = job.recipe
-    schemes = {url.partition("://")[0] for url in (recipe.checkpoint.dir, recipe.data.path)}
-    extras = ",".join(["data", *sorted(EXTRAS[scheme] for scheme in schemes & EXTRAS.keys())])
     arguments = ["recipe.toml"]
     if not PurePosixPath(recipe.run.dir).is_absolute():
         arguments.append(f"--run.dir={RUN_FOLDER / recipe.run.dir}")
@@ -71,7 +68,7 @@ def task(
         python=PYTHON,
         version=PYTHON_VERSION,
         folder=PYTHON.removesuffix("/bin/python"),
-        wheel=shlex.quote(f"./{wheel}[{extras}]"),
+        wheel=shlex.quote(f"./{wheel}[{','.join(extras_of(recipe))}]"),
     )
     return {
         "name": job.name,

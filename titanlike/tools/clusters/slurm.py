@@ -54,7 +54,11 @@ def batch_file(job: ClusterJob, recipe: Path, time_limit: str, options: Sequence
         f"--job-name={job.name}",
         f"--nodes={job.num_nodes}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={job.gpus_per_node}", "--exclusive"] if job.gpus_per_node else []),
+        *(
+            [f"--gpus-per-node={job.gpus_per_node}", "--exclusive"]
+            if job.gpus_per_node
+            else [f"--cpus-per-task={job.processes_per_node}"]
+        ),
         f"--time={time_limit}",
         f"--signal=B:USR1@{job.grace}",
         "--requeue",
