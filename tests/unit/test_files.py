@@ -18,6 +18,7 @@ from titanlike.data.documents import remote
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.documents.files import File, list_files, open_file
 from titanlike.data.documents.readers import Fields, read_documents
+from titanlike.tools.data.inputs import list_inputs
 
 
 @pytest.fixture
@@ -63,6 +64,8 @@ def test_each_file_is_listed_once_and_links_are_followed(tmp_path: Path) -> None
     (corpus / "linked").symlink_to(other)
     for pattern in (corpus, corpus / "*", corpus / "**", corpus / "**/*"):
         assert sorted(names(str(pattern), str(corpus))) == ["a/b/y.txt", "linked/z.txt", "x.txt"]
+    with pytest.raises(UserError, match=r"INPUT: .*/corpus/x\.txt is given twice; give each file once"):
+        list_inputs([str(corpus), str(corpus / "*.txt")])
     (corpus / "a/above").symlink_to(corpus)
     (corpus / "z").symlink_to(corpus / "a/b")  # its files are read once
     assert names(str(corpus), str(corpus)) == ["linked/z.txt", "x.txt", "z/y.txt"]

@@ -144,7 +144,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             process_group.warn(f"archived the checkpoint of step {later} as {name_of(later)}.archived")
 
     def _archive_after(self, step: int) -> list[int]:
-        if self._claim and self.section.enabled:
+        if not self.section.enabled:  # this run changes nothing there
+            return []
+        if self._claim:
             self._claim.acquire()
         archived = [later for later in self.store.steps() if later > step]
         for later in archived:

@@ -232,10 +232,10 @@ class _Warnings:
         self.seen: set[str] = set()
 
     def __call__(self, problem: BadRecord) -> None:
-        if str(problem) in self.seen:  # a record of an earlier epoch
+        if len(self.seen) > MAX_WARNINGS or str(problem) in self.seen:  # a record of an earlier epoch
             return
         self.seen.add(str(problem))
         if len(self.seen) <= MAX_WARNINGS:
             print(f"warning: skipped {problem}", file=sys.stderr, flush=True)
-        elif len(self.seen) == MAX_WARNINGS + 1:
+        else:
             print(f"warning: skipped more records of {self.file.name}", file=sys.stderr, flush=True)

@@ -52,11 +52,6 @@ def is_address(path: str) -> bool:
     return "://" in path
 
 
-def list_inputs(inputs: Sequence[str | File]) -> list[File]:
-    """Lists the files of a command's INPUT arguments."""
-    return [file for item in inputs for file in ([item] if isinstance(item, File) else list_files(item, "INPUT"))]
-
-
 def list_files(path: str, key: str = "data.path") -> list[File]:
     """Lists the file, all files below the folder, or the files that match the pattern, sorted by name. Of a folder, hidden files
     are left out, and of a local one binary files too. `key` names the option in error messages."""

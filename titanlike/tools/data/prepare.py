@@ -18,11 +18,12 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import File, convert_write_errors, list_inputs
+from titanlike.data.documents.files import File, convert_write_errors
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, check_free_space, finish
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.tools.data.inputs import list_inputs
 from titanlike.tools.data.quality.options import FOLDER, Job, Quality, Stage
 from titanlike.tools.data.quality.report import REASONS
 from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished

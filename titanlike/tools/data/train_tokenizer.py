@@ -9,9 +9,10 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import File, convert_write_errors, import_optional, list_inputs
+from titanlike.data.documents.files import File, convert_write_errors, import_optional
 from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
 from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
+from titanlike.tools.data.inputs import list_inputs
 from titanlike.utils.files import atomic_write_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
