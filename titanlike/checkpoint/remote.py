@@ -143,9 +143,11 @@ class RemoteStore:
         archived = f"{self._path(step)}.archived"
         if self.files.exists(archived):
             self.files.rm(archived, recursive=True)
+        self.files.makedirs(archived, exist_ok=True)
         self.files.invalidate_cache()
-        self.files.mv(self._path(step), archived, recursive=True)
-        self.files.mv(f"{archived}/{MANIFEST}.archived", f"{archived}/{MANIFEST}")
+        for path in sorted(self.files.ls(self._path(step), detail=False), reverse=True):  # the manifest last
+            self.files.cp_file(path, f"{archived}/{path.rpartition('/')[2].removesuffix('.archived')}")
+        self.files.rm(self._path(step), recursive=True)
 
     def _path(self, step: int, file: str = "") -> str:
         return f"{self.root}/{name_of(step)}" + (f"/{file}" if file else "")
