@@ -1,6 +1,6 @@
-"""The files that a job needs: the library, the recipe's program, the recipe as one file, and the tokenizer."""
+"""The files that a job needs: the library, the recipe's program, the recipe as one file, the tokenizer and its chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +40,16 @@ class Bundle:
             (folder / name).write_bytes(content)
 
 
-def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *, s3: bool = True) -> Bundle:
-    """Checks a recipe for a number of processes, and collects the job's files."""
+def make_bundle(
+    path: Path,
+    overrides: Mapping[str, str],
+    num_processes: int,
+    *,
+    job_keys: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
+    s3: bool = True,
+) -> Bundle:
+    """Checks a recipe for a number of processes, and collects the job's files. `job_keys` adds the keys that the job sets to the
+    overrides."""
     values = dict(overrides)
     program = program_of(path, values.pop("recipe", None))
     files = {
@@ -56,19 +64,24 @@ def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *,
         name = f"program/{program.name}"
         files |= {f"program/{file.name}": file for file in program.parent.glob("*.py")}
     if program in SHIPPED:
-        recipe = load(SHIPPED[program], path, values)
+        recipe = load(SHIPPED[program], path, dict(job_keys(values)))
         check_recipe(recipe, num_processes)
     else:
         # The program's own sections are unknown here, so the program checks its recipe itself.
-        arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
+        arguments = [str(path), *(f"--{key}={value}" for key, value in job_keys(overrides).items())]
         run_program(program, *arguments, f"--check={num_processes}")
         recipe = known_sections(run_program(program, *arguments, "--resolved"))
     tokenizer = Path(recipe.tokenizer.encoding)
+    if (tokenizer / "tokenizer.json").is_file():  # a model's folder
+        tokenizer /= "tokenizer.json"
     if tokenizer.is_file():
-        # A tokenizer.json has its special tokens in a file beside it.
-        config = tokenizer.with_name("tokenizer_config.json")
-        files |= {f"tokenizer/{file.name}": file for file in (tokenizer, config) if file.is_file()}
+        # A tokenizer.json has its special tokens and its chat template in files beside it.
+        beside = [tokenizer.with_name(name) for name in ("tokenizer_config.json", "chat_template.jinja")]
+        files |= {f"tokenizer/{file.name}": file for file in (tokenizer, *beside) if file.is_file()}
         values["tokenizer.encoding"] = f"tokenizer/{tokenizer.name}"
+    if template := getattr(recipe.data, "chat_template", ""):
+        files["chat_template/template.jinja"] = Path(template)
+        values["data.chat_template"] = "chat_template/template.jinja"
     texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3), **metadata()}
     contents = {name: file.read_bytes() for name, file in files.items()}
     contents |= {name: text.encode() for name, text in texts.items()}
@@ -94,7 +107,8 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
     project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = [*project["dependencies"], *(extras["s3"] if s3 else [])]
-    if (recipe.data.reads_paths and recipe.data.source != "shards") or recipe.tokenizer.encoding.endswith(".json"):
+    is_json = recipe.tokenizer.encoding.endswith(".json") or Path(recipe.tokenizer.encoding).is_dir()
+    if (recipe.data.reads_paths and recipe.data.source != "shards") or is_json:
         required += extras["data"]
     for name in extras_of(recipe):
         required += extras[name] if name not in ("data", "s3") else []

@@ -27,6 +27,7 @@ LOST_PEER = (
 SMOKE_OVERRIDES = (
     "--training.steps=20", "--schedule.warmup_steps=0", "--schedule.decay_ratio=0", "--metrics.interval=1",
     "--validation.interval=0", "--evaluation.interval=0", "--sample.tokens=0", "--checkpoint.enabled=false",
+    "--checkpoint.export=none",
 )  # fmt: skip
 HOST_TIMEOUT = 900.0  # seconds between the starts of two hosts
 FAILURE_LENGTH = 1024  # characters of the failure file that SageMaker shows

@@ -41,13 +41,13 @@ class JobStatus:
         self.run_dir: str = description.get("CheckpointConfig", {}).get("S3Uri", "").rstrip("/")
         # The name of the run; empty if the job was not submitted by launch.py.
         self.run = description.get("CheckpointConfig", {}).get("LocalPath", "").rstrip("/").rpartition("/")[2]
+        self.arguments: list[str] = description.get("AlgorithmSpecification", {}).get("ContainerArguments", [])
         self._sources = {one["ChannelName"]: one["DataSource"] for one in description.get("InputDataConfig", [])}
         self.code: str = self._sources.get(CODE, {}).get("S3DataSource", {}).get("S3Uri", "").rstrip("/")
 
     def locations(self) -> dict[str, str]:
         """Returns the URIs of the job's files."""
-        arguments = self.description["AlgorithmSpecification"].get("ContainerArguments", [])
-        checkpoints = dict(one.partition("=")[::2] for one in arguments).get("--checkpoint.dir", "")
+        checkpoints = dict(one.partition("=")[::2] for one in self.arguments).get("--checkpoint.dir", "")
         if checkpoints.startswith(OPT):
             mounted = self._sources.get(checkpoints.rpartition("/")[2], {}).get("FileSystemDataSource")
             checkpoints = f"fsx://{mounted['FileSystemId']}{mounted['DirectoryPath']}" if mounted else checkpoints
@@ -179,7 +179,10 @@ def resume_request(clients: Clients, name: str, timestamp: str, prefix: str = PR
         request = clients.read_object(location.netloc, location.path.lstrip("/"))
     except NotFound:
         raise UserError(f"{location.geturl()} does not exist; to resume, {launch_again}") from None
-    return {**json.loads(request), "TrainingJobName": f"{base}-{timestamp}"}
+    request = {**json.loads(request), "TrainingJobName": f"{base}-{timestamp}"}
+    algorithm = request["AlgorithmSpecification"]  # a key with which the run would go back to that step
+    kept = [one for one in algorithm["ContainerArguments"] if not one.startswith("--checkpoint.resume_from=")]
+    return {**request, "AlgorithmSpecification": {**algorithm, "ContainerArguments": kept}}
 
 
 def command(name: str, job: str, region: str) -> str:

@@ -26,15 +26,17 @@ if missing:
 
 import jobs
 from bundle import Bundle, make_bundle
+from entry import SMOKE_OVERRIDES
 from instances import find_instance_type
 from options import IMAGES, build_parser
 from report import report
-from request import TIMESTAMP, Channel, Job, request_for
+from request import TIMESTAMP, Channel, Job, request_for, with_job_keys
 from service import NO_REGION
 from validation import job_errors
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
+from titanlike.config.distill import RANDOM
 from titanlike.config.load import nearest
 from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
@@ -46,7 +48,9 @@ REGIONS = {
     "ap-northeast-1", "ap-northeast-2", "ap-south-1", "ap-southeast-1", "ap-southeast-2", "ca-central-1", "eu-central-1",
     "eu-north-1", "eu-west-1", "eu-west-2", "eu-west-3", "sa-east-1", "us-east-1", "us-east-2", "us-west-1", "us-west-2",
 }  # fmt: skip
-CHANNEL_KEYS = ("data.path", "data.mixture", "data.validation_path", "tokenizer.encoding")
+CHANNEL_KEYS = (
+    "data.path", "data.mixture", "data.validation_path", "tokenizer.encoding", "checkpoint.initial", "distillation.teacher",
+)  # fmt: skip
 # Options that have another name in the SageMaker SDK or in other launchers.
 SDK_NAMES = {
     "instance_count": "--instances", "num_instances": "--instances", "num_nodes": "--instances", "nodes": "--instances",
@@ -80,8 +84,16 @@ def launch(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     instance_type = find_instance_type(options.instance_type)
     num_instances = 1 if options.smoke else options.num_instances
     processes = options.processes if options.simulate else instance_type.num_gpus
-    bundle = make_bundle(Path(options.recipe), overrides, num_instances * processes, s3=not options.simulate)
-    job = make_job(options, bundle, timestamp)
+    job = make_job(options, timestamp)
+    smoke = dict(override.removeprefix("--").split("=") for override in SMOKE_OVERRIDES if options.smoke)
+    bundle = make_bundle(
+        Path(options.recipe),
+        overrides,
+        num_instances * processes,
+        job_keys=lambda values: with_job_keys(job, {**values, **smoke}),
+        s3=not options.simulate,
+    )
+    job = replace(job, arguments=bundle.arguments)
     if errors := [*recipe_errors(bundle.recipe, job), *job_errors(job)]:
         raise UserError("\n".join(errors))
     if options.simulate:
@@ -105,8 +117,8 @@ def _submit(options: argparse.Namespace, job: Job, bundle: Bundle) -> int:
     return jobs.after_submit(clients, upload_and_submit(clients, job, bundle, sender), wait=options.wait)
 
 
-def make_job(options: argparse.Namespace, bundle: Bundle, timestamp: str) -> Job:
-    """Builds the job's settings from the options and the environment."""
+def make_job(options: argparse.Namespace, timestamp: str) -> Job:
+    """Builds the job's settings from the options and the environment, without the arguments of its program."""
     is_offline = options.dry_run or options.simulate
     region = (
         options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _configured_region()
@@ -126,11 +138,11 @@ def make_job(options: argparse.Namespace, bundle: Bundle, timestamp: str) -> Job
     settings |= {
         "run": options.run or name_of(Path(options.recipe).stem),
         "timestamp": timestamp,
-        "arguments": bundle.arguments,
+        "arguments": [],
         "instance_type": find_instance_type(options.instance_type),
         "region": region,
         "role": role or EXAMPLE_ROLE,
-        "bucket": options.bucket or os.environ.get("SAGEMAKER_BUCKET", "") or EXAMPLE_BUCKET,
+        "bucket": bucket_of(options) or EXAMPLE_BUCKET,
         "image": options.image or f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/pytorch:{IMAGES[options.torch]}",
         "channels": parse_channels(options.channels),
         "checkpoints": Channel("checkpoints", checkpoints, writable=True) if checkpoints else None,
@@ -140,6 +152,11 @@ def make_job(options: argparse.Namespace, bundle: Bundle, timestamp: str) -> Job
     if options.smoke:
         settings |= {"run": f"{settings['run']}-smoke", "num_instances": 1, "max_hours": 0.5}
     return Job(**settings)
+
+
+def bucket_of(options: argparse.Namespace) -> str:
+    """Returns the bucket that the options or the environment name, or ""."""
+    return options.bucket or os.environ.get("SAGEMAKER_BUCKET", "")
 
 
 def parse_channels(values: Sequence[tuple[str, str]]) -> list[Channel]:
@@ -179,9 +196,21 @@ def recipe_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
                 f"{key} = {local[0]!r} is a local path, which the job cannot read: copy it to S3 ({shlex.join(copy)}) "
                 f"and add --channel {shlex.quote(f'{key}={uri}')}"
             )
+    for name in ("checkpoint.initial", "distillation.teacher"):
+        section, _, key = name.partition(".")
+        folder = getattr(getattr(recipe, section, None), key, "")
+        if folder not in ("", RANDOM) and name not in mounted:
+            yield (
+                f"{name} = {folder!r} is a local path, which the job cannot read: copy it to S3 and add --channel "
+                f"{name}=s3://BUCKET/{Path(folder).name}"
+            )
+    if local := [path for path in (*recipe.evaluation.tasks, *recipe.evaluation.data) if "://" not in path]:
+        yield (
+            f"evaluation: the job cannot read {local[0]!r}; omit it here, and run `titanlike evaluate` on the run's checkpoint"
+        )
     encoding = recipe.tokenizer.encoding
-    is_file = "/" in encoding or encoding.endswith((".json", ".model"))
-    if is_file and not Path(encoding).is_file() and "tokenizer.encoding" not in mounted:
+    is_bundled = any(argument.startswith("--tokenizer.encoding=tokenizer/") for argument in job.arguments)
+    if not is_bundled and "tokenizer.encoding" not in mounted and not _is_encoding(encoding):
         yield (
             f"tokenizer.encoding = {encoding!r}: no such file; create it, or add --channel "
             "tokenizer.encoding=s3://BUCKET/FILE"
@@ -196,6 +225,15 @@ def recipe_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
         if key in ("run.dir", "run.name", "checkpoint.dir"):
             option = "--checkpoints" if key == "checkpoint.dir" else "--run"
             yield f"{override}: the job sets this key itself; use {option} instead"
+
+
+def _is_encoding(name: str) -> bool:
+    """Whether a tokenizer is built in. Without tiktoken, every name that is no path may be."""
+    if importlib.util.find_spec("tiktoken") is None:
+        return "/" not in name and not name.endswith((".json", ".model"))
+    import tiktoken
+
+    return name in ("bytes", *tiktoken.list_encoding_names())
 
 
 def _refuse_unknown(recipe: str, arguments: Sequence[str]) -> None:

@@ -77,20 +77,22 @@ def _validate(request: dict[str, Any]) -> str:
 
 
 def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
-    """Returns the memory of the sharded training state, and refuses one that exceeds a GPU's memory."""
+    """Returns the memory of the sharded training state, without that of LoRA, and refuses one that exceeds a GPU's memory."""
     if recipe.parallelism.cpu_offload:
         return "memory      weights, gradients and optimizer state in host memory (parallelism.cpu_offload)"
     layout = recipe.parallelism.resolve(num_gpus)
     shards = layout.shard * layout.context * layout.tensor * layout.pipeline
     weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
     moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
-    state = weight + weight + moments  # bytes per parameter, with the gradient
+    state, what = weight + weight + moments, "weights, gradients and optimizer state"  # bytes per parameter
+    if not recipe.trains_all_weights:
+        state, what = weight, "weights"
     count, limit = recipe.model.num_parameters(), job.instance_type.gpu_gib
     size = state * count / shards / GIB
     text = f"{state} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
     if size > limit:
         raise UserError(
-            f"weights, gradients and optimizer state do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "
+            f"{what} do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "
             "use more instances, a larger parallelism.shard, or optimizer.state_dtype = '8bit'"
         )
     return f"memory      {text} of {limit} GiB per GPU, without activations"

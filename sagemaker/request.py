@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -174,25 +174,26 @@ def request_for(job: Job) -> dict[str, Any]:
 def container_arguments(job: Job) -> list[str]:
     """Returns the recipe, the keys that depend on SageMaker's paths, and the user's overrides unchanged."""
     recipe, *overrides = job.arguments
+    given = {key.removeprefix("--"): value for key, _, value in (override.partition("=") for override in overrides)}
+    return [*(["--smoke"] if job.smoke else []), recipe, *(f"--{k}={v}" for k, v in with_job_keys(job, given).items())]
+
+
+def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Returns the keys that depend on SageMaker's paths, and the user's overrides, except for keys that a channel provides."""
     paths: dict[str, list[str]] = {}
     for channel in job.channels:
         paths.setdefault(channel.key, []).append(channel.path)
     mounted = {key: repr(values) if key == "data.mixture" else values[0] for key, values in paths.items()}
-    overrides = [override for override in overrides if _key(override) not in mounted]
+    if "data.mixture" in mounted:  # instead of the recipe's data
+        mounted.setdefault("data.path", "")
     defaults = {
         "run.name": job.run,
+        "run.dir": f"{OPT}/checkpoints",  # the job's CheckpointConfig synchronizes it
         "checkpoint.dir": job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints",
         "run.shutdown_timeout": "100",  # SageMaker sends SIGKILL after 120 seconds
     }
-    for override in overrides:
-        defaults.pop(_key(override), None)
-    values = [f"--{key}={value}" for key, value in (defaults | mounted).items()]
-    return [*(["--smoke"] if job.smoke else []), recipe, *values, *overrides]
-
-
-def _key(override: str) -> str:
-    """Returns `run.name` for `--run.name=value`."""
-    return override.partition("=")[0].removeprefix("--")
+    given = {key: value for key, value in overrides.items() if key not in mounted}
+    return {key: value for key, value in (defaults | mounted).items() if key not in given} | given
 
 
 def container_environment(job: Job) -> dict[str, str]:

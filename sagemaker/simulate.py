@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from bundle import Bundle
 from request import CODE, OPT
 
+from titanlike.config import UserError
 from titanlike.utils.system import share_cores
 
 KILL_DELAY = 120.0  # seconds from SIGTERM to SIGKILL, as on SageMaker
@@ -114,8 +115,12 @@ class Host:
         if source.is_file():
             target.mkdir()
             shutil.copy(source, target)
-        else:
+        elif source.is_dir():
             shutil.copytree(source, target)
+        else:
+            raise UserError(
+                f"{source} does not exist: in a simulation, it replaces the channel's data in S3; copy them there"
+            )
 
     def _read(self) -> None:
         assert self.process.stdout

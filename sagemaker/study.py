@@ -13,9 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launch import EXAMPLE_BUCKET, REPOSITORY, launch  # first: it makes `titanlike` importable
+from launch import EXAMPLE_BUCKET, REPOSITORY, bucket_of, launch  # first: it makes `titanlike` importable
 from options import build_parser
 from report import measured_speed, read_records
+from request import base_name
 from service import Clients, NotFound, make_clients
 
 from titanlike.config import PretrainRecipe, UserError, load
@@ -57,7 +58,8 @@ def study(arguments: list[str], variants: list[str], out: Path, *, submit: bool)
         overrides = Arguments([str(recipe), *rest]).overrides
         options.wait = True
         if submit and fetch(options, out / variant) < load(PretrainRecipe, recipe, overrides).training.steps:
-            code = launch(options, overrides)
+            code = _attach(options) if not (options.dry_run or options.simulate) else None
+            code = launch(options, overrides) if code is None else code
             if code:
                 print(f"study: {variant} failed (exit code {code}); repeat the command to resume", file=sys.stderr)
                 return code
@@ -80,6 +82,16 @@ def study(arguments: list[str], variants: list[str], out: Path, *, submit: bool)
     return 0
 
 
+def _attach(options: argparse.Namespace) -> int | None:
+    """Waits for the active job of a run, as after this command was interrupted. Returns its exit code, or None without one."""
+    import monitor
+    from job_status import active_job
+
+    clients, _ = _bucket(options.region, bucket_of(options))
+    job = active_job(clients, options.run, base_name(options.prefix, options.run))
+    return monitor.wait(clients, job.name) if job else None
+
+
 @cache
 def _bucket(region: str, name: str) -> tuple[Clients, str]:
     clients = make_clients(region)
@@ -94,9 +106,9 @@ def fetch(options: argparse.Namespace, folder: Path) -> int:
         key = f"{options.prefix}/runs/{options.run}/{file}"
         try:
             if options.simulate:
-                content = (options.folder / "s3" / (options.bucket or EXAMPLE_BUCKET) / key).read_bytes()
+                content = (options.folder / "s3" / (bucket_of(options) or EXAMPLE_BUCKET) / key).read_bytes()
             else:
-                clients, bucket = _bucket(options.region, options.bucket)
+                clients, bucket = _bucket(options.region, bucket_of(options))
                 content = clients.read_object(bucket, key)
         except (FileNotFoundError, NotFound):
             return 0

@@ -64,12 +64,23 @@ def run(arguments: Sequence[str], interval: float = INTERVAL) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     clients = make_clients(options.region)
-    job = newest_job(clients, options.run, options.prefix)
+
+    def newest() -> JobStatus | None:
+        while True:
+            with suppress(TransientError):
+                return newest_job(clients, options.run, options.prefix)
+            ended.wait(interval)
+
+    job = newest()
     if job is None or not (job.is_active or job.status == "Completed"):
         before = job.name if job else ""
         launch.launch(options, overrides)
-        while (job := newest_job(clients, options.run, options.prefix)) is None or job.name == before:
+        while (job := newest()) is None or job.name == before:
             ended.wait(interval)  # a new job is not listed at once
+    elif other := [f"--{key}={value}" for key, value in overrides.items() if f"--{key}={value}" not in job.arguments]:
+        raise UserError(
+            f"{job.name} is a job of this run with other values than {other[0]}; choose another name of the sweep"
+        )
     while True:
         with suppress(TransientError):  # the job continues, and so does this process
             status = _poll(clients, job.name, stopping.is_set())

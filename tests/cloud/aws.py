@@ -80,9 +80,9 @@ class Aws:
         self.clients.sagemaker.create_training_job(**request)
         return job.name
 
-    def running(self, run: str = "debug") -> str:
+    def running(self, run: str = "debug", **changes: Any) -> str:
         """Submits a job, and lets it train."""
-        job = self.submit(run)
+        job = self.submit(run, **changes)
         self.set_status(job, "InProgress", "Training", training_start_time=datetime.now(timezone.utc))
         return job
 

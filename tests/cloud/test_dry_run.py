@@ -44,6 +44,9 @@ def dry_run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 DATA = ("--channel=data.path=s3://tokens/c4", "--channel=tokenizer.encoding=s3://tokens/llama3/tokenizer.model")
 BIG = "train_configs/llama3_8b_float8.toml"
+DEBUG = "train_configs/debug.toml"
+LORA = "train_configs/finetune_llama3_8b.toml"
+CHATS = "--channel=data.path=s3://tokens/chats"
 
 
 def test_dry_run_report() -> None:
@@ -73,6 +76,34 @@ def test_dry_run_report() -> None:
     request = json.loads(done.stdout)
     assert request["ResourceConfig"]["InstanceCount"] == 4
     assert "--data.path=/opt/ml/input/data/data_path" in request["AlgorithmSpecification"]["ContainerArguments"]
+
+
+def test_files_beside_the_recipe_and_channels(tmp_path: Path) -> None:
+    """A tokenizer's folder, with its chat template; weights from a channel; and data that only channels name."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / name).write_text("{}")
+    (tmp_path / "mine.jinja").write_text("")
+    weights = (f"--tokenizer.encoding={tmp_path}/hf", "--channel=checkpoint.initial=s3://models/llama", CHATS)
+    done = dry_run(
+        LORA, "--dry-run", "--instance-type=ml.p5.4xlarge", *weights, f"--data.chat_template={tmp_path}/mine.jinja"
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert f"  tokenizer/{name}\n" in done.stdout
+    assert "  chat_template/template.jinja\n" in done.stdout and "config.json\n" not in done.stdout.replace(
+        "_config", ""
+    )
+    for argument in (
+        "--tokenizer.encoding=tokenizer/tokenizer.json", "--data.chat_template=chat_template/template.jinja",
+        "--checkpoint.initial=/opt/ml/input/data/checkpoint_initial", "--run.dir=/opt/ml/checkpoints",
+    ):  # fmt: skip
+        assert f'"{argument}"' in done.stdout
+    assert "4 bytes x 8.03 billion parameters / 1 shards" in done.stdout  # LoRA trains none of them
+    mixed = ("--channel=data.mixture=s3://a/x", "--channel=data.mixture=s3://a/y", DATA[1])
+    done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *mixed)
+    assert done.returncode == 0, done.stderr
+    assert "--data.path=" in json.loads(done.stdout)["AlgorithmSpecification"]["ContainerArguments"]
 
 
 def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
@@ -121,6 +152,10 @@ def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, 
         ([BIG, "--dry-run", "--training.stps=5"], "training.stps"),
         ([BIG, "--dry-run", "--run.dir=here", *DATA], "--run.dir=here: the job sets this key itself; use --run"),
         ([BIG, "--dry-run", "--spot", "--checkpoint.resume_from=8", *DATA], "resume_from = 8: a job that was interrupted would"),
+        ([LORA, "--dry-run", CHATS], "tokenizer.encoding = 'Llama-3.1-8B-Instruct': no such file; create it, or add --channel"),
+        ([LORA, "--dry-run", CHATS], "initial = 'Llama-3.1-8B-Instruct' is a local path, which the job cannot read: copy it to"),
+        ([BIG, "--dry-run", "--evaluation.tasks=['piqa.jsonl']", *DATA], "evaluation: the job cannot read 'piqa.jsonl'; omit"),
+        ([DEBUG, "--dry-run", "--checkpoint.export=newest"], "checkpoint.export"),
         ([BIG, "--dry-run", "--region=il-central-1"], "the account of the AWS image is unknown; set its URI with --image"),
         ([BIG, "--dry-run", "--channel=data.pth=s3://a/b"], "--channel data.pth=s3://a/b: expected one of the keys data.path, "),
         ([BIG, "--dry-run", "--channel=data.path=/here"], "expected s3://BUCKET/PREFIX or fsx://FILESYSTEM/MOUNT/FOLDER"),

@@ -24,8 +24,8 @@ PLAIN: dict[str, Any] = {
         "TrainingInputMode": "File",
         "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
         "ContainerArguments": [
-            "recipe.toml", "--run.name=llama3_8b", "--checkpoint.dir=s3://example/titanlike/checkpoints",
-            "--run.shutdown_timeout=100", "--training.steps=50",
+            "recipe.toml", "--run.name=llama3_8b", "--run.dir=/opt/ml/checkpoints",
+            "--checkpoint.dir=s3://example/titanlike/checkpoints", "--run.shutdown_timeout=100", "--training.steps=50",
         ],
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
     },

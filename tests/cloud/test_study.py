@@ -10,7 +10,7 @@ import monitor
 import pytest
 import study
 
-from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code, in_sequence, no_change
 from titanlike.config import PretrainRecipe, load
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
@@ -91,3 +91,17 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
         f"titanlike-study-{name}" for name in ("compile", "float8", "float8-all-gather")
     ]
     assert set(json.loads((tmp_path / "study.json").read_text())["variants"]) == {"baseline", "compile"}
+
+
+def test_an_active_job_is_waited_for(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After the command was interrupted. The bucket may be that of the environment."""
+    monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.01))
+    monkeypatch.setenv("SAGEMAKER_BUCKET", BUCKET)
+    put_metrics(aws, "compile", 6600.0, steps=400)
+    job = aws.running("study-compile")
+    aws.before("DescribeTrainingJob", in_sequence(*[no_change] * 3, aws.ending(job)))
+    assert exit_code(monkeypatch, study.main, f"--out={tmp_path}", "--only=compile", "--instances=4") == 0
+    assert [one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"]] == [
+        job
+    ]
+    assert "compile" in json.loads((tmp_path / "study.json").read_text())["variants"]

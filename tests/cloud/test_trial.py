@@ -6,18 +6,22 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import bundle
 import pytest
 import trial
+from service import TransientError
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
 from tests.cloud.settings import TINY
 from tests.launching import ROOT
+from titanlike.config import UserError
 from titanlike.tools.cli import main as cli
 from titanlike.tools.sweep.results import read_results
 
 RECIPE = str(ROOT / "train_configs/debug.toml")
+ARGUMENTS = ("recipe.toml", "--optimizer.lr=0.02")  # of the job
 OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=2"]
 
 
@@ -67,7 +71,7 @@ def test_a_trial_is_submitted_and_its_metrics_are_copied(aws: Aws, tmp_path: Pat
 def test_a_trial_attaches_to_its_job_and_reports_its_failure(
     aws: Aws, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = aws.running("lr-003")
+    job = aws.running("lr-003", arguments=ARGUMENTS)
     fail = aws.ending(job, "Failed", failure_reason="error: out of memory")
     aws.before("DescribeTrainingJob", in_sequence(*[no_change] * 3, fail))
     assert run_trial(tmp_path) == 1
@@ -75,8 +79,33 @@ def test_a_trial_attaches_to_its_job_and_reports_its_failure(
     assert "out of memory" in capsys.readouterr().err
 
 
+def test_a_job_with_other_values_is_refused(aws: Aws, tmp_path: Path) -> None:
+    job = aws.running("lr-003", arguments=("recipe.toml", "--optimizer.lr=0.03"))
+    with pytest.raises(
+        UserError, match=f"{job} is a job of this run with other values than --optimizer.lr=0.02; choose"
+    ):
+        run_trial(tmp_path)
+    assert submitted(aws) == [job]
+
+
+def test_a_list_of_jobs_that_fails_for_a_moment_is_asked_for_again(
+    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([True, False, True])
+    newest_job = trial.newest_job
+
+    def unavailable(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise TransientError("throttled")
+        return newest_job(*arguments)
+
+    monkeypatch.setattr(trial, "newest_job", unavailable)
+    assert run_trial(tmp_path) == 0
+    assert len(submitted(aws)) == 1
+
+
 def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
-    job = aws.running("lr-003")
+    job = aws.running("lr-003", arguments=ARGUMENTS)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     aws.before("DescribeTrainingJob", in_sequence(no_change, interrupt))
     aws.before("StopTrainingJob", lambda: aws.before("DescribeTrainingJob", aws.ending(job, "Stopped")))

@@ -152,6 +152,23 @@ def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> No
     assert read(recipe)
 
 
+def test_the_shrunk_recipe_writes_nothing_where_the_recipe_does() -> None:
+    """Neither to its checkpoints nor to its trackers: the runs that are compared have their own folder."""
+    own = {"dir": "s3://bucket/runs", "resume_from": 8}
+    values = {
+        key: vars(value)
+        for key, value in vars(load_known(ROOT / "train_configs/debug.toml", {})).items()
+        if hasattr(value, "__dict__")
+    }
+    values["checkpoint"] = values["checkpoint"] | own | {"export": "newest"}
+    values["metrics"] = values["metrics"] | {"tensorboard_dir": "s3://bucket/events", "prometheus": "127.0.0.1:9400"}
+    smaller = shrink(values, 1, steps=5)
+    assert {key: smaller[key] for key in ("checkpoint.dir", "checkpoint.resume_from", "checkpoint.export")} == {
+        "checkpoint.dir": "", "checkpoint.resume_from": 0, "checkpoint.export": "none",
+    }  # fmt: skip
+    assert smaller["metrics.tensorboard_dir"] == smaller["metrics.prometheus"] == ""
+
+
 def changed(recipe: PretrainRecipe, overrides: dict[str, Any]) -> PretrainRecipe:
     """Returns the recipe with these dotted keys, without the cost of loading a file."""
     sections: dict[str, dict[str, Any]] = {}

@@ -80,12 +80,17 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "checkpoint.initial": "",  # the small model has other shapes
         "checkpoint.enabled": True,
         "checkpoint.interval": 0,
+        "checkpoint.dir": "",  # not where the runs of the recipe are
+        "checkpoint.resume_from": 0,
+        "checkpoint.export": "none",
         "validation.interval": steps,
         "validation.batches": 2,
         "evaluation.interval": 0,
         "sample.tokens": 0,
         "metrics.interval": 1,
         "metrics.trackers": [],
+        "metrics.tensorboard_dir": "",
+        "metrics.prometheus": "",
     }
     if has_pairs:
         changes["data.source"] = "synthetic_preference"
