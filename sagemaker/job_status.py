@@ -176,10 +176,10 @@ def resume_request(clients: Clients, name: str, timestamp: str, prefix: str = PR
         raise UserError(f"run {job.run} is complete ({job.name}); to train longer, {launch_again} and more steps")
     location = urlsplit(f"{job.code}/request.json")
     try:
-        request = clients.read_object(location.netloc, location.path.lstrip("/"))
+        content = clients.read_object(location.netloc, location.path.lstrip("/"))
     except NotFound:
         raise UserError(f"{location.geturl()} does not exist; to resume, {launch_again}") from None
-    request = {**json.loads(request), "TrainingJobName": f"{base}-{timestamp}"}
+    request: dict[str, Any] = {**json.loads(content), "TrainingJobName": f"{base}-{timestamp}"}
     algorithm = request["AlgorithmSpecification"]  # a key with which the run would go back to that step
     kept = [one for one in algorithm["ContainerArguments"] if not one.startswith("--checkpoint.resume_from=")]
     return {**request, "AlgorithmSpecification": {**algorithm, "ContainerArguments": kept}}

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.interop.models import LLAMA, export_model, model_of
-from tests.launching import SMALL, python, run
+from tests.launching import ROOT, SMALL, python, run
+from titanlike.config import PretrainRecipe, load
+from titanlike.interop.hf_folder import fields_of
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.tools.programs import load_known
 
@@ -51,6 +53,12 @@ def test_a_config_has_the_name_of_its_published_size() -> None:
     published = LlamaConfig.published(LLAMA_SIZES["3.2-1B"])
     assert published.size == "3.2-1B"
     assert LlamaConfig.from_hugging_face(published.to_hugging_face()) == published
+    assert fields_of(published) == {"name": "llama", "size": "3.2-1B"}
+    # Of a size, with other values in its folder.
+    changed = LlamaConfig.published({**LLAMA_SIZES["3.2-1B"], "norm_eps": 1e-6})
+    fields = fields_of(changed)
+    assert fields == {"name": "llama", "size": "3.2-1B", "norm_eps": 1e-6}
+    assert load(PretrainRecipe, ROOT / "train_configs/debug.toml", {f"model.{key}": str(value) for key, value in fields.items()}).model == changed
 
 
 @pytest.mark.parametrize(

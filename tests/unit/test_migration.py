@@ -251,7 +251,7 @@ def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"llama3"', '"deepseek_v3"', "multi-head latent attention is no model"),
+        ('"llama3"', '"deepseek_v3"', "its jobs are not converted; write a recipe with model.name = 'deepseek_v3'"),
         ('"llama3"', '"gpt_oss"', "its jobs are not converted; write a recipe with model.name = 'gpt_oss'"),
         ('"llama3"', '"flux"', "it generates images"),
         ('"llama3"', '"mine"', "those are llama3 and qwen3"),
@@ -339,7 +339,7 @@ def test_models_of_megatron(tmp_path: Path) -> None:
     for option, message in (
         ("--position-embedding-type rope", "GELU, LayerNorm, RoPE: no model of this toolkit has these parts"),
         ("--ffn-hidden-size 100", "--ffn-hidden-size = 100, but gpt of this toolkit has 256"),
-        ("--multi-latent-attention", "multi-head latent attention is no model"),
+        ("--multi-latent-attention", "such jobs are not converted; write a recipe with model.name = 'deepseek_v3'"),
         ("--lr x", "--lr = 'x' is not a number"),
         ("--swiglu yes", "--swiglu takes no value"),
     ):

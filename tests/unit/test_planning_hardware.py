@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import tomli
+import torch
 
 from titanlike.config import UserError
 from titanlike.tools.cli.main import main
 from titanlike.tools.new_recipe import find_source, new_recipe
+from titanlike.tools.planning.calibrate import Description, _device
 from titanlike.tools.planning.hardware import FILES, Hardware, hardware_names, hardware_of_device, load_hardware
 
 MINIMAL = """
@@ -160,3 +162,13 @@ def test_a_file_extends_a_shipped_one(tmp_path: Path) -> None:
     file.write_text('extends = "h100"\nnetwork_gb_per_sec = 25\n')
     with pytest.raises(UserError, match=r"network_gb_per_sec is an unknown key; did you mean network_gb_per_second\?"):
         load_hardware(str(file))
+
+
+def test_a_calibration_keeps_what_the_data_sheet_says(tmp_path: Path) -> None:
+    """Of a GPU that has a description; the figures themselves are measured."""
+    for name in ("h100", "t4", "v100"):
+        base, description = load_hardware(name), Description()
+        _device(description, torch.device("cpu"), base, 8)
+        values = tomli.loads("\n".join(description.lines))
+        assert values.get("bfloat16", True) == base.bfloat16 and values.get("node_switch") == base.node_switch
+        assert values.get("gpu_watts", 0.0) == base.gpu_watts

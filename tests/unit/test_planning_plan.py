@@ -214,8 +214,10 @@ def test_a_finished_run_is_compared_with_its_plan() -> None:
     values = compare(recipe, 8, 8, H100, **measured)
     assert comparison_line(values).startswith("plan    ") and "(+10.0%)" in comparison_line(values)
     assert "(-50.0%)" in comparison_line(values)
-    assert anchor_line(Path("runs/a"), 8, 8e4).endswith("plan runs/a/recipe.toml --gpus 8 --measured 10000 --search")
-    assert anchor_line(Path("runs/a"), 8, None) == ""
+    assert anchor_line(Path("runs/a b"), 8, "a100", 8e4).endswith(
+        "titanlike plan 'runs/a b/recipe.toml' --gpus 8 --hardware a100 --measured 10000 --search"
+    )
+    assert anchor_line(Path("runs/a"), 8, "a100", None) == anchor_line(Path("runs/a"), 8, "", 8e4) == ""
     unknown = compare(recipe, 8, 8, None, **measured)
     assert unknown.keys() == {"run_memory_gib", "planned_memory_gib"} and "tokens/s" not in comparison_line(unknown)
 

@@ -8,6 +8,7 @@ import pytest
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.models.moe_config import MixtralConfig
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.cli.main import main
 from titanlike.tools.planning.advice import may_fit, smallest_peak
 from titanlike.tools.planning.changes import expert_sizes, single_changes
 from titanlike.tools.planning.hardware import load_hardware
@@ -85,10 +86,9 @@ def test_progress_and_a_model_that_does_not_fit() -> None:
 
 def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path: Path) -> None:
     original = RECIPES / "llama3_8b.toml"
-    recipe = load(PretrainRecipe, original, {"training.steps": "20"})
     best = tmp_path / "folder" / "best.toml"
     best.parent.mkdir()
-    write_recipe(best, original, recipe, ["training.steps"], result.best[0])
+    write_recipe(best, original, {"training.steps": "20"}, result.best[0])
     assert "extends = " in best.read_text()
     loaded = load(PretrainRecipe, best, {})
     check_recipe(loaded, 16)
@@ -99,10 +99,24 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
     assert loaded.training.local_batch_size == planned.training.local_batch_size
     written = len([line for line in best.read_text().splitlines() if " = " in line])
     assert written == 1 + 1 + len(result.best[0].changes)  # extends, the override and the changes: nothing else
-    write_recipe(best, original, recipe, [], result.best[1])  # replaces what a search has written
+    write_recipe(best, original, {}, result.best[1])  # replaces what a search has written
+    write_recipe(best, original, {"recipe": "finetune"}, result.best[0])
+    assert 'recipe = "finetune"\n' in best.read_text()
+    write_recipe(best, original, {"recipe": str(tmp_path / "own.py")}, result.best[0])
+    assert 'recipe = "../own.py"\n' in best.read_text()
     best.write_text("[training]\nsteps = 3\n")
     with pytest.raises(UserError, match="was not written by --search; choose another name"):
-        write_recipe(best, original, recipe, [], result.best[0])
+        write_recipe(best, original, {}, result.best[0])
+
+
+def test_a_search_of_a_wrong_recipe_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(RECIPES / "llama3_8b.toml"), "--gpus=8", "--search", "--quick", "--training.steps=9"]
+    monkeypatch.setattr("sys.argv", ["titanlike", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "error: schedule.warmup_steps = 500 is more than training.steps = 9" in capsys.readouterr().err
 
 
 def test_candidates_that_do_not_fit_in_simulated_memory_are_dropped(result: SearchResult) -> None:

@@ -54,6 +54,11 @@ PIPELINE = """\
 from transformers import pipeline
 
 print(pipeline("text-generation", model="${folder}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])"""
+FILL = """\
+from transformers import pipeline
+
+fill = pipeline("fill-mask", model="${folder}")
+print(fill(f"Once upon a {fill.tokenizer.mask_token}")[0]["sequence"])"""
 GENERATE = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -204,7 +209,9 @@ def _card(weights: Weights, folder: Path) -> str:
             "versions": versions,
             "recipe": json.dumps(metadata.recipe, indent=2, ensure_ascii=False),
         }
-    usage, task = (GENERATE, "text2text-generation") if config.is_encoder_decoder else (PIPELINE, "text-generation")
+    usage, task = (PIPELINE, "text-generation") if config.causal else (FILL, "fill-mask")
+    if config.is_encoder_decoder:
+        usage, task = GENERATE, "text2text-generation"
     return string.Template(CARD.replace("${usage}", usage)).substitute(
         facts,
         task=task,

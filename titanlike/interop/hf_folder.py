@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
@@ -54,6 +54,16 @@ KEY_TYPES: tuple[tuple[Sequence[str], str, Callable[[Any], bool]], ...] = (
 def is_hf_folder(path: Path) -> bool:
     """Whether a path is a Hugging Face folder."""
     return (path / CONFIG).exists()
+
+
+def fields_of(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a config for a recipe: the published size and what differs from it, or all of them."""
+    if not config.sizes.get(config.size):
+        return dataclasses.asdict(cast(Any, config))
+    named = {"name": config.name, "size": config.size}
+    published = type(config)(**{**config.sizes[config.size], **named})
+    fields = dataclasses.asdict(cast(Any, config))
+    return named | {key: value for key, value in fields.items() if value != getattr(published, key)}
 
 
 def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:

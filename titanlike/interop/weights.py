@@ -7,8 +7,10 @@ rows and the experts that it holds.
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import tomli
 import torch
 from torch import Tensor, nn
 
@@ -264,15 +266,28 @@ def _find_checkpoint(path: Path, step: int) -> tuple[store.Store, int]:
                 f"{path} is the checkpoint of step {int(match[1])}; omit --step, or give the run's directory"
             )
         return store.LocalStore(resolved.parent), int(match[1])
-    for folder in (path / "checkpoints", path):
-        location = store.LocalStore(folder)
-        if steps := location.steps():
+    locations: list[store.Store] = [store.LocalStore(path / "checkpoints"), store.LocalStore(path)]
+    if elsewhere := _checkpoint_dir(path / "recipe.toml"):
+        locations.append(store.open_store(f"{elsewhere.rstrip('/')}/{resolved.name}"))
+    for location in locations:
+        try:
+            steps = location.steps()
+        except Exception as error:  # noqa: BLE001  each file system has its own errors
+            raise UserError(f"{location} cannot be read: {error!r}") from None
+        if steps:
             if step and step not in steps:
-                raise UserError(f"{folder} has no step {step}; it contains steps {', '.join(map(str, steps))}")
+                raise UserError(f"{location} has no step {step}; it contains steps {', '.join(map(str, steps))}")
             return location, step or steps[-1]
     raise UserError(
         f"{path} contains no checkpoint and no config.json; give a run directory, a checkpoint or a Hugging Face folder"
     )
+
+
+def _checkpoint_dir(recipe: Path) -> str:
+    """Returns `checkpoint.dir` in the recipe of a run directory, or ""."""
+    with suppress(OSError, ValueError, AttributeError):
+        return str(tomli.loads(recipe.read_text()).get("checkpoint", {}).get("dir", ""))
+    return ""
 
 
 def _adds_bos(folder: Path) -> bool:

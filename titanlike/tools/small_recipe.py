@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,6 +96,16 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     }
     if has_pairs:
         changes["data.source"] = "synthetic_preference"
+    changes |= {"seq2seq.target_len": 0, "seq2seq.source_prefix": "", "mlm.mask_token": ""}
+    if "lora" in values:
+        changes["lora.layers"] = _present(values["lora"].get("layers", []), changes["model.num_layers"])
+    groups = [
+        {**group, "pattern": _present([group["pattern"]], changes["model.num_layers"])[0]}
+        for group in optimizer.get("groups", [])
+        if isinstance(group, dict)
+    ]
+    if any(group not in optimizer.get("groups", []) for group in groups):
+        changes["optimizer.groups"] = [group for index, group in enumerate(groups) if group not in groups[:index]]
     if split:
         changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]
     checkpoint_mode = values["activation_checkpoint"]["mode"]
@@ -105,6 +117,15 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     return {
         key: value for key, value in changes.items() if key.partition(".")[2] in values.get(key.partition(".")[0], {})
     }
+
+
+def _present(patterns: Sequence[str], num_layers: int) -> list[str]:
+    """Returns patterns of parameters with the numbers of blocks that a small model has."""
+
+    def rename(match: re.Match[str]) -> str:
+        return f"layers.{int(match[1]) % num_layers}"
+
+    return list(dict.fromkeys(re.sub(r"\blayers\.(\d+)", rename, pattern) for pattern in patterns))
 
 
 def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int) -> dict[str, Any]:
@@ -139,6 +160,10 @@ def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int
         "qk_nope_head_dim": min(model.get("qk_nope_head_dim", 0), 16),
         "qk_rope_head_dim": min(model.get("qk_rope_head_dim", 0), 8),
         "v_head_dim": min(model.get("v_head_dim", 0), 16),
+        # A window that hides some of 32 tokens, and a block with each kind of attention.
+        "sliding_window": min(model.get("sliding_window", 0), 16),
+        "sliding_window_pattern": min(model.get("sliding_window_pattern", 0), 2),
+        "global_attention_every": min(model.get("global_attention_every", 0), 2),
         "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
     }
     for name in ("ffn_dim", "dense_ffn_dim"):

@@ -1,9 +1,8 @@
 """`titanlike export` and `titanlike import`: models for other programs, and recipes and checkpoints from what users bring."""
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
@@ -123,6 +122,8 @@ def _export(arguments: argparse.Namespace) -> None:
             raise UserError("--format dcp has no --dtype and no --adapter: it keeps the checkpoint's precision")
         print(export_checkpoint(weights, arguments.folder))
         return
+    if arguments.adapter and arguments.dtype:
+        raise UserError("--adapter has no --dtype: it keeps the checkpoint's precision")
     if arguments.adapter:
         size = export_adapter(weights, arguments.folder)
         print(f"{arguments.folder}: {size:,} bytes of LoRA adapters, from {weights.path}")
@@ -146,17 +147,16 @@ def _import_checkpoint(arguments: argparse.Namespace) -> None:
 
 def import_recipe(source: Path, recipe: Path) -> None:
     """Writes a recipe that starts from the weights of a folder."""
+    from titanlike.interop.hf_folder import fields_of
     from titanlike.interop.weights import open_weights
 
     weights = open_weights(source)
     if recipe.exists():
         raise UserError(f"{recipe} exists; choose another file, or remove it")
     config, folder = weights.config, str(source.absolute())
-    is_published = bool(config.sizes.get(config.size))
-    model = {"name": config.name, "size": config.size} if is_published else asdict(cast(Any, config))
     tables: dict[str, Any] = {
         "recipe": "finetune",
-        "model": model,
+        "model": fields_of(config),
         "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
         "data": {"source": "chat", "path": ""},
         "training": {"seq_len": min(2048, config.max_seq_len)},

@@ -276,6 +276,8 @@ def _search(request: Request, num_gpus: int) -> int:
     if result.best and not request.arguments.quick:
         result = simulate_best(result, lambda plan: with_simulated_memory(plan, request.progress))
     request.progress.close()
+    if not result.best and result.invalid == result.candidates:
+        raise UserError(result.problem)
     if not result.best:
         raise UserError(
             f"no layout of {request.path} fits on {num_gpus} x {request.hardware.name} ({report.counts_line(result)}); use "
@@ -290,8 +292,12 @@ def _search(request: Request, num_gpus: int) -> int:
     else:
         report.print_search(result, original, _console())
     if request.arguments.write:
-        write_recipe(request.arguments.write, request.path, request.recipe, request.overrides, result.best[0])
-        check_recipe(load_known(request.arguments.write, {}), num_gpus)
+        write_recipe(request.arguments.write, request.path, request.overrides, result.best[0])
+        try:
+            check_recipe(load_known(request.arguments.write, {}), num_gpus)
+        except UserError:
+            request.arguments.write.unlink()
+            raise
         _print_written(request, request.arguments.write)
     return 0
 

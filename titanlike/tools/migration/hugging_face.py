@@ -1,10 +1,8 @@
 """The model of a Hugging Face `config.json`, with default training, as a recipe to plan. `formats.py` calls it."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
-from titanlike.interop.hf_folder import read_config
+from titanlike.interop.hf_folder import fields_of, read_config
 from titanlike.models.configs import all_configs
 from titanlike.tools.migration.conversion import Conversion
 
@@ -15,9 +13,7 @@ def convert(path: Path) -> Conversion:
     """Returns the recipe of a model. Raises `UserError` if this toolkit does not have it."""
     config = read_config(path, all_configs())
     job = Conversion("Hugging Face", str(path), {}, {}, is_job=False)
-    is_published = bool(config.sizes.get(config.size))
-    fields: dict[str, Any] = {"name": config.name, "size": config.size} if is_published else asdict(cast(Any, config))
-    for name, value in fields.items():
+    for name, value in fields_of(config).items():
         job.set(f"model.{name}", value)
     job.set("training.seq_len", min(DEFAULT_SEQ_LEN, config.max_seq_len))
     job.differ(

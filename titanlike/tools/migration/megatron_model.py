@@ -11,10 +11,10 @@ from titanlike.tools.migration.conversion import Conversion
 # Vocabularies, before padding, of tokenizers that need no file to be known.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "": 50257, "Llama2Tokenizer": 32000}
 UNSUPPORTED = {
-    "--multi-latent-attention": "multi-head latent attention is no model of this toolkit",
+    "--multi-latent-attention": "such jobs are not converted; write a recipe with model.name = 'deepseek_v3'",
     "--squared-relu": "squared ReLU is no activation of this toolkit's models",
-    "--quick-geglu": "GPT-OSS is no model of this toolkit",
-    "--enable-gpt-oss": "GPT-OSS is no model of this toolkit",
+    "--quick-geglu": "jobs of GPT-OSS are not converted; write a recipe with model.name = 'gpt_oss'",
+    "--enable-gpt-oss": "jobs of GPT-OSS are not converted; write a recipe with model.name = 'gpt_oss'",
     "--is-hybrid-model": "Mamba is no model of this toolkit",
     "--hybrid-override-pattern": "Mamba is no model of this toolkit",
     "--hybrid-layer-pattern": "Mamba is no model of this toolkit",

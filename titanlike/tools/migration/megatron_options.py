@@ -11,6 +11,8 @@ FILES = "where or how Megatron-LM's files are written"
 CLUSTER = "the launcher and the watchdog of this toolkit do this in their own way"
 MOE_SPEED = "how tokens are sent to experts; no token is dropped here"
 
+NOT_CONVERTED = "the recipe is right for a new run, but a checkpoint of this job must not be imported"
+
 INT, FLOAT = (int,), (float,)
 
 KEYS: dict[str, Key] = {
@@ -28,13 +30,13 @@ KEYS: dict[str, Key] = {
     "--no-position-embedding": Key(False),
     "--rotary-base": Key(10000, types=FLOAT),
     "--rotary-percent": Key(1.0),
-    "--rotary-interleaved": Key(False, reason="the same function of permuted weights"),
+    "--rotary-interleaved": Key(False, reason=f"the same function of permuted weights; {NOT_CONVERTED}", changes=True),
     "--rotary-seq-len-interpolation-factor": Key(None, types=INT, reason="RoPE has no interpolation here", changes=True),
     "--use-rope-scaling": Key(False),
     "--rope-scaling-factor": Key(8.0),
     "--normalization": Key("LayerNorm"),
     "--norm-epsilon": Key(1e-5),
-    "--apply-layernorm-1p": Key(False, reason="the same function of other weights"),
+    "--apply-layernorm-1p": Key(False, reason=f"the same function of weights around 0; {NOT_CONVERTED}", changes=True),
     "--swiglu": Key(False),
     "--disable-bias-linear": Key(False),
     "--add-qkv-bias": Key(False),

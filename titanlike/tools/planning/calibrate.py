@@ -37,7 +37,11 @@ class Description:
     def add(self, key: str, value: float | str, comment: str) -> None:
         """Adds a key, and a comment that says how its value was found."""
         text = (
-            json.dumps(value) if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+            json.dumps(value)
+            if isinstance(value, (str, bool))
+            else f"{value:.4g}"
+            if isinstance(value, float)
+            else str(value)
         )
         self.lines += [f"# {comment}", f"{key} = {text}"]
 
@@ -144,7 +148,7 @@ def _device(description: Description, device: "torch.device", base: Hardware | N
     description.lines.append(
         f"# Measured by `titanlike plan --calibrate` with torch {torch.__version__}, on {kind} of {processes} per machine.\n"
         + (
-            f"The data sheet is that of {base.name}."
+            f"# The data sheet is that of {base.name}."
             if base
             else "# The data sheet is unknown; measured figures replace it."
         )
@@ -157,6 +161,9 @@ def _device(description: Description, device: "torch.device", base: Hardware | N
     description.add("memory_gib", memory / 2**30, comment)
     if base and base.gpu_watts:
         description.add("gpu_watts", base.gpu_watts, "Data sheet.")
+    for key in ("bfloat16", "node_switch"):
+        if base and getattr(base, key) != getattr(Hardware, key):
+            description.add(key, getattr(base, key), "Data sheet.")
 
 
 def _matmuls(description: Description, timer: "Timer", base: Hardware | None) -> tuple["torch.dtype", float]:

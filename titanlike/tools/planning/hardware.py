@@ -207,12 +207,17 @@ def _message(file: str, keys: list[str], detail: dict[str, object]) -> str:
 
 def hardware_of_device(name: str, memory_gib: float) -> Hardware | None:
     """Returns the description of a GPU by the name that CUDA reports and its memory, or None if there is none."""
+    file = file_of_device(name, memory_gib)
+    return load_hardware(file) if file else None
+
+
+def file_of_device(name: str, memory_gib: float) -> str:
+    """Returns the name of the description of a GPU for `--hardware`, or "" if there is none."""
     parts = set(re.split(r"[\s_-]+", name.upper()))
     if parts & OTHER_CARDS:
-        return None
+        return ""
     for file in hardware_names():
-        if file.partition("_")[0].upper() in parts:
-            hardware = load_hardware(file)
-            if abs(hardware.memory_gib / memory_gib - 1) <= MEMORY_TOLERANCE:
-                return hardware
-    return None
+        is_named = file.partition("_")[0].upper() in parts
+        if is_named and abs(load_hardware(file).memory_gib / memory_gib - 1) <= MEMORY_TOLERANCE:
+            return file
+    return ""

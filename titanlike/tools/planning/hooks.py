@@ -1,12 +1,13 @@
 """What the planner adds to a run (`titanlike.run.hooks`). `completed` alone needs torch."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import PretrainRecipe
 from titanlike.distributed import environment
-from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, hardware_of_device, load_hardware
+from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, file_of_device, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.out_of_memory import advice
@@ -34,18 +35,19 @@ def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", mea
 
     properties = torch.cuda.get_device_properties(device)
     ranks = environment.rank_info()
+    hardware = file_of_device(properties.name, properties.total_memory / 2**30)
     values = compare(
         recipe,
         ranks.world_size,
         ranks.local_world_size,
-        hardware_of_device(properties.name, properties.total_memory / 2**30),
+        load_hardware(hardware) if hardware else None,
         memory_gib=measured.memory_gib,
         tokens_per_second=measured.tokens_per_second,
     )
     writer = JSONLWriter(metrics)
     writer.log(recipe.training.steps, values)
     writer.close()
-    return comparison_line(values) + anchor_line(metrics.parent, ranks.world_size, measured.tokens_per_second)
+    return comparison_line(values) + anchor_line(metrics.parent, ranks.world_size, hardware, measured.tokens_per_second)
 
 
 def out_of_memory(recipe: PretrainRecipe) -> str:
@@ -87,12 +89,14 @@ def compare(
     return found
 
 
-def anchor_line(run: Path, num_gpus: int, tokens_per_second: float | None) -> str:
-    """Returns the command that plans other layouts from the speed of a run, on a line of its own, if it was measured."""
-    if tokens_per_second is None:
+def anchor_line(run: Path, num_gpus: int, hardware: str, tokens_per_second: float | None) -> str:
+    """Returns the command that plans other layouts from the speed of a run, on a line of its own, if it was measured on hardware
+    that has a description."""
+    if tokens_per_second is None or not hardware:
         return ""
-    speed = tokens_per_second / num_gpus
-    return f"\n        plan others from it: titanlike plan {run}/recipe.toml --gpus {num_gpus} --measured {speed:.0f} --search"
+    words = ["titanlike", "plan", f"{run}/recipe.toml", "--gpus", str(num_gpus), "--hardware", hardware]
+    words += ["--measured", f"{tokens_per_second / num_gpus:.0f}", "--search"]
+    return f"\n        plan others from it: {shlex.join(words)}"
 
 
 def comparison_line(values: dict[str, float]) -> str:

@@ -57,7 +57,7 @@ class Kernels:
         training = recipe.training
         kernel = "flash" if training.attention in ("flash", "efficient", "math") or job.layout.context > 1 else "fused"
         factor = EFFICIENT_SPEED if training.attention in ("efficient", "math") else 1.0
-        if recipe.data.document_masks or recipe.model.attention_soft_cap or recipe.model.has_sinks:
+        if recipe.data.masks_documents or recipe.model.attention_soft_cap or recipe.model.has_sinks:
             kernel, factor = "flash", factor * FLEX_SPEED
         kernel = self.counts.job.program.attention or kernel
         fractions = (

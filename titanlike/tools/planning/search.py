@@ -6,7 +6,7 @@ are not valid or do not fit in memory are dropped before their time is computed.
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -72,6 +72,7 @@ class SearchResult:
     best: list[Candidate]
     candidates: int = 0
     invalid: int = 0
+    problem: str = ""  # of the first invalid candidate
     too_large: int = 0
     slower: int = 0  # than the same candidate with less recomputation, which fits
 
@@ -178,8 +179,8 @@ def _fitting(
                 changed = apply(recipe, changes)
                 try:
                     check(changed, num_gpus)
-                except UserError:
-                    result.invalid += 1
+                except UserError as error:
+                    result.invalid, result.problem = result.invalid + 1, result.problem or str(error)
                     continue
                 job = Job(changed, num_gpus)
                 if not may_fit(job, limit):
@@ -227,22 +228,21 @@ def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> 
     return all(name not in fixed or value == value_of(recipe, name) for name, value in changes.items())
 
 
-def write_recipe(path: Path, original: Path, recipe: PretrainRecipe, overrides: Iterable[str], best: Candidate) -> None:
+def write_recipe(path: Path, original: Path, overrides: Mapping[str, str], best: Candidate) -> None:
     """Writes a recipe with the keys of a candidate, and those of the command line, that extends the original recipe.
 
     Args:
         path: The file to write. A file that was not written by a search is not replaced.
         original: The file of the original recipe.
-        recipe: The original recipe, with the overrides of the command line applied.
-        overrides: Names of the overridden keys.
+        overrides: The keys of the command line.
         best: The candidate.
     """
     refuse_to_replace(path)
     planned = best.plan.job.recipe
     names = [name for name in overrides if "." in name] + [name for name in best.changes if name not in overrides]
     values: dict[str, Any] = {"extends": os.path.relpath(original, path.parent)}
-    if planned.recipe != recipe.recipe:
-        values["recipe"] = planned.recipe
+    if program := overrides.get("recipe"):
+        values["recipe"] = os.path.relpath(program, path.parent) if program.endswith(".py") else program
     for name in names:
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value_of(planned, name)

@@ -130,6 +130,10 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
             record = Path(folder, f"batches-{name}")
             record.mkdir()
             done = _run([*arguments, *_as_options(changes | {"run.dir": folder, "run.name": name})], number, record)
+            if done.returncode == 2:  # a mistake in the recipe, not a difference
+                raise UserError(
+                    f"the small version of the recipe is refused: {done.stderr.strip().removeprefix('error: ')}"
+                )
             if done.returncode:
                 print(done.stderr.strip()[-4000:], file=sys.stderr)
                 print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
