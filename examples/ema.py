@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 examples/ema.py
 
 `torch.optim.swa_utils.AveragedModel` copies the model, which FSDP does not support. In a copy of recipes/pretrain.py, build `EMA`
-after `initialize`, pass `average=ema` to `checkpoints.load` and `checkpoints.save`, call `ema.update()` after `optimizer.step()`,
-and validate inside of `with ema.applied():`.
+after `initialize`, pass `average=ema` to `restore` and `checkpoints.save`, call `ema.reset()` after `restore` if
+`resume.checkpoint` is None and `ema.update()` after `optimizer.step()`, and validate inside of `with ema.applied():`.
 """
 
 import copy
@@ -41,6 +41,13 @@ class EMA(nn.Module):
         for name, parameter in model.named_parameters():
             # A DTensor, if the parameter is: a checkpoint reshards it. Names of buffers do not contain dots.
             self.register_buffer(name.replace(".", "/"), parameter.detach().to(torch.float32, copy=True))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Starts from the present weights, such as the initial weights of a run, once they are loaded."""
+        torch._foreach_copy_(
+            [local_tensor(average) for average in self.buffers()], list(map(local_tensor, self.weights))
+        )
 
     @torch.no_grad()
     def update(self) -> None:

@@ -115,7 +115,7 @@ def parallelize(
         from titanlike.parallelisms.expert import apply_expert
 
         # A stage of the first blocks may have none.
-        for part in [part for part in parts if len(parts) == 1 or any(routers(part))]:
+        for part in [part for part in parts if mesh.pipeline.size() == 1 or any(routers(part))]:
             inner_units |= dict.fromkeys(apply_expert(part, mesh.expert), mesh.expert_fsdp)
     if use_float8:
         for part in parts:

@@ -79,6 +79,17 @@ def test_layout_matches_one_process(
     assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
 
 
+@pytest.mark.slow
+def test_a_pipeline_stage_without_experts(ranks: Ranks, tmp_path: Path) -> None:
+    """Its first stage has the dense blocks alone, with one stage on each rank."""
+    model = MOE_MODELS["deepseek_v3"]
+    dense = model.num_dense_layers
+    split = Parallelism(shard=2, expert=2, pipeline=2, pipeline_split=(dense, model.num_layers - dense))
+    training = dict(steps=2, local_batch_size=1)
+    found = train(ranks(4), tiny(tmp_path, "stages", model=model, parallelism=split, training=training))
+    assert_same(found, train(ranks(1), tiny(tmp_path, "one", model=model, training=training)))
+
+
 def recipe_of(folder: Path, model: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
     parallelism = Parallelism(**({"shard": 1} | layout))
     return tiny(folder, "run", model=MOE_MODELS[model], parallelism=parallelism, **sections)

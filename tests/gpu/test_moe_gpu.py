@@ -16,7 +16,7 @@ MOE = {
 } | {"model.name": "mixtral", "model.dim": "256", "model.ffn_dim": "256", "model.balance_bias_rate": "0.001"}  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", [[100, 0, 37, 375], [512, 0, 0, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("counts", [[100, 0, 37, 375], [512, 0, 0, 0], [500, 3, 0, 500], [0, 0, 0, 0]], ids=str)
 def test_the_grouped_matmul_of_torch_equals_one_matmul_per_expert(counts: list[int]) -> None:
     assert compat.grouped_mm is not None
     ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)

@@ -58,7 +58,14 @@ def test_a_config_has_the_name_of_its_published_size() -> None:
     changed = LlamaConfig.published({**LLAMA_SIZES["3.2-1B"], "norm_eps": 1e-6})
     fields = fields_of(changed)
     assert fields == {"name": "llama", "size": "3.2-1B", "norm_eps": 1e-6}
-    assert load(PretrainRecipe, ROOT / "train_configs/debug.toml", {f"model.{key}": str(value) for key, value in fields.items()}).model == changed
+    assert (
+        load(
+            PretrainRecipe,
+            ROOT / "train_configs/debug.toml",
+            {f"model.{key}": str(value) for key, value in fields.items()},
+        ).model
+        == changed
+    )
 
 
 @pytest.mark.parametrize(

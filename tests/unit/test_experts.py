@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from titanlike.models import grouped_matmul as grouped
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.grouped_matmul import grouped_matmul
@@ -20,6 +22,7 @@ from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.recomputation import keep_for_recomputation, keeping_contexts
+from titanlike.utils import compat
 
 # With normalized and scaled softmax scores; with sigmoid scores as in DeepSeek-V3, and with scores as they are.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -263,7 +266,7 @@ def test_grouped_matmul_equals_a_loop_over_groups(counts: list[int]) -> None:
 
 def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an expert-parallel rank none of whose experts has tokens."""
-    monkeypatch.setattr("titanlike.models.grouped_matmul._has_kernel", lambda left, right: True)
+    monkeypatch.setattr("titanlike.models.grouped_matmul._has_kernel", lambda *_: True)
     monkeypatch.setattr("titanlike.utils.compat.grouped_mm", None)
     x, weight = torch.empty(0, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     out = grouped_matmul(x, weight, torch.zeros(3, dtype=torch.int32))
@@ -333,3 +336,23 @@ def test_no_token_is_dropped_if_all_have_the_same_experts() -> None:
         found = layer(x)
         expected, _ = experts_reference(config, dict(layer.named_parameters()), x[0, :1])
     torch.testing.assert_close(found, expected.expand(2, 9, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(compat.grouped_mm is None, reason="torch has no grouped matmul")
+def test_any_number_of_rows_has_a_kernel() -> None:
+    """Expert parallelism receives as many as the routing decides."""
+    asked: list[tuple[Any, ...]] = []
+
+    def has_kernel(rows: Tensor, *sizes: int) -> bool:
+        asked.append((rows.shape[-1], *sizes))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "_has_kernel", has_kernel)
+        weight = torch.randn(2, 32, 64, requires_grad=True)
+        x = torch.randn(1003, 64, requires_grad=True)
+        grouped_matmul(x, weight, torch.tensor([3, 1003], dtype=torch.int32)).sum().backward()
+    assert asked == [(64, 32, 64), (32, 64, 32), (32, 64)]  # no number of rows
+    with FakeTensorMode():
+        rows = torch.empty(1003, 64, device="cuda", dtype=torch.bfloat16)
+        assert grouped._has_kernel(rows, 32, 64) and not grouped._has_kernel(rows, 33)

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.losses import reference, weight_gradient_errors
 from tests.training import Operations
+from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.logits_loss import cross_entropy_sum
 from titanlike.models.loss import (
@@ -25,6 +27,8 @@ from titanlike.models.loss import (
     compiled,
     cross_entropy_inplace,
 )
+from titanlike.models.registry import build_model
+from titanlike.models.token_loss import check_loss
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 TOKENS, DIM, VOCAB = 24, 16, 40
@@ -381,3 +385,11 @@ def test_without_grad_no_gradients_are_computed() -> None:
     with Operations() as operations:
         chunked_linear_cross_entropy(x, weight, labels, chunk=12).backward()
     assert operations.counts["mm"] + operations.counts["addmm_"] == 6
+
+
+def test_a_loss_of_ones_own_does_not_replace_those_of_further_tokens() -> None:
+    model = build_model(DeepseekV3Config(num_mtp_layers=1))
+    with pytest.raises(
+        UserError, match=r"model\.num_mtp_layers adds cross-entropies of further tokens, which the loss does not"
+    ):
+        check_loss(model, cross_entropy_sum, 0.0, torch.device("cpu"))

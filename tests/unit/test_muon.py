@@ -11,7 +11,9 @@ from torch import nn
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.config.sections import Parallelism
 from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.moe_config import MixtralConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer
@@ -152,8 +154,28 @@ def test_what_preflight_refuses() -> None:
         check(OptimizerGroup(pattern="output", optimizer="muon"))
     with pytest.raises(UserError, match="no parameter is left for pattern = 'wq'"):
         check(MUON, OptimizerGroup(pattern="wq"))
+    check(OptimizerGroup(pattern="lora_B", lr_scale=16.0), lora=Lora(rank=4))
+    for pattern, lora in (("tok_embeddings", Lora(rank=4)), ("wq", Lora(rank=4, layers=("wk",)))):
+        with pytest.raises(UserError, match=f"no parameter is left for pattern = '{pattern}' with optimizer = 'adamw'"):
+            check(OptimizerGroup(pattern=pattern, lr_scale=2.0), lora=lora)
     with pytest.raises(UserError, match=r"optimizer = 'muon' does not support lora.rank = 4"):
         check(MUON, lora=Lora(rank=4))
+
+
+def test_experts_that_are_too_few_for_the_ranks_are_refused() -> None:
+    """FSDP would divide their matrices."""
+    base = PretrainRecipe(
+        model=MixtralConfig(), optimizer=Optimizer(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
+    )
+    experts = base.model.num_experts
+    for layout in (Parallelism(), Parallelism(expert=experts)):
+        recipe = dataclasses.replace(base, parallelism=layout)
+        check_recipe(recipe, experts)
+        with pytest.raises(
+            UserError, match=r"optimizer = 'muon' needs whole matrices, but \d experts are sharded over"
+        ):
+            check_recipe(recipe, 2 * experts)
+    check_recipe(dataclasses.replace(base, parallelism=Parallelism(replicate=2)), 2 * experts)
 
 
 def test_the_plan_counts_one_moment() -> None:

@@ -1,5 +1,7 @@
 """Loss, learning-rate schedule, parameter groups, gradient clipping and the non-finite guard."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -249,3 +251,24 @@ def test_skipped_steps_are_restored_on_resume() -> None:
     assert not should_step(later, 14, finite=False)
     assert later.skipped == [7, 14]  # steps outside of every later window are dropped
     assert before.skipped == [4, 7]
+
+
+def test_both_copies_of_a_tied_weight_are_in_one_group() -> None:
+    """Of a pipeline, whose first and last stage have one each."""
+    model: Any = nn.Module()
+    model.tok_embeddings, model.output = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    model.copies = {"output.weight": "tok_embeddings.weight"}
+    section = Optimizer(groups=(OptimizerGroup(pattern="tok_embeddings", lr_scale=3.0, weight_decay=0.0),))
+    groups = [group for group in build_optimizer(model, section).param_groups if group["lr_scale"] == 3.0]
+    assert [parameter for group in groups for parameter in group["params"]] == list(model.parameters())
+
+
+def test_norms_of_bfloat16_gradients_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 96, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
+    norms = gradient_norms(model)
+    assert norms.parts.dtype == torch.float32
+    assert float(norms.total) == pytest.approx(float(expected), rel=1e-6)

@@ -15,7 +15,9 @@ from tests.training import changed
 from titanlike.config import PretrainRecipe, UserError, section
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
+from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
+from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.metrics.hardware import device_name
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
@@ -24,6 +26,7 @@ from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.t5_config import T5_SIZES, T5Config
 from titanlike.run import preflight
 from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
 from titanlike.run.run_dir import summary
@@ -65,7 +68,7 @@ def test_the_defaults_are_valid() -> None:
         ),
         (
             dict(optimizer=dict(state_dtype="8bit"), model=LlamaConfig(dim=192, num_kv_heads=4), parallelism=dict(tensor=2)), 2,
-            "blocks of 64 elements, but parallelism.tensor = 2 splits the 192 inputs of attention.wo within a block; use",
+            "blocks of 64 elements, but parallelism.tensor = 2 splits the 192 columns of attention.wo within a block; use",
         ),
         (
             dict(optimizer=dict(state_dtype="8bit"), model=LlamaConfig(dim=32, num_kv_heads=4, ffn_dim=96)), 1,
@@ -469,3 +472,11 @@ def test_a_run_directory_below_a_file_is_refused_and_nothing_is_created(tmp_path
         check_machine(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))
     check_machine(recipe(run=Run(dir=str(tmp_path / "new"), name="x")))
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_biases_of_positions_that_tensor_parallelism_divides_within_a_block() -> None:
+    recipe = Seq2SeqRecipe(model=T5Config(**{**T5_SIZES["xxl"], "size": "xxl"}), parallelism=Parallelism(tensor=2))
+    problems = list(preflight._tensor(replace(recipe, optimizer=Optimizer(state_dtype="8bit"))))
+    assert any(
+        "tensor = 2 splits the 64 columns of encoder_bias.weight within a block" in problem for problem in problems
+    )

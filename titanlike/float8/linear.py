@@ -157,7 +157,7 @@ def to_float8(
     dtype = float8_dtype(role)
     if scale is None:
         # The maximum of a cast weight is the cast maximum.
-        scale = amax_to_scale(_amax(x.detach(), groups) if amax is None else amax.to(x.dtype), dtype)
+        scale = amax_to_scale(_amax(x.detach(), groups) if amax is None else amax.to(x.device, x.dtype), dtype)
     return hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)
 
 

@@ -30,7 +30,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0:  # torch's kernels are not tested with it
         return x.new_empty(0, weight.shape[1])
-    if _has_kernel(x, weight):
+    if _has_kernel(x, *weight.shape[-2:]):
         return compat.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
     for index, rows in enumerate(_slices(ends)):
@@ -42,7 +42,7 @@ def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(ends.shape[0], gradient.shape[1], x.shape[1])
-    if _has_kernel(gradient, x):
+    if _has_kernel(gradient, x.shape[-1]):  # for any number of rows, which depends on the data
         return compat.grouped_mm(gradient.t(), x, offs=ends)
     out = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
     for index, rows in enumerate(_slices(ends)):
@@ -98,10 +98,10 @@ class _AddBias(torch.autograd.Function):
         return gradient, sums[..., 0], None, None
 
 
-def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    """Whether torch has a kernel for these matrices, which reads the sizes of the groups on the GPU."""
-    aligned = all(size * left.element_size() % ALIGNMENT == 0 for size in (left.shape[-1], *right.shape[-2:]))
-    return left.is_cuda and left.dtype == torch.bfloat16 and aligned and compat.grouped_mm is not None
+def _has_kernel(rows: Tensor, *sizes: int) -> bool:
+    """Whether torch has a kernel for rows and for matrices of these sizes, which reads the sizes of the groups on the GPU."""
+    aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (rows.shape[-1], *sizes))
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and compat.grouped_mm is not None
 
 
 def _slices(ends: Tensor) -> list[slice]:

@@ -22,6 +22,10 @@ def check_loss(model: nn.Module, loss: TokenLoss, z_loss: float, device: torch.d
             f"training.z_loss = {z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
             "add the term in the loss"
         )
+    if getattr(getattr(model, "config", None), "num_mtp_layers", 0):
+        raise UserError(
+            "model.num_mtp_layers adds cross-entropies of further tokens, which the loss does not replace; set it to 0"
+        )
     head: Any = model.get_submodule("output")
     check_token_loss(loss, head.weight.shape[0], device)
 

@@ -30,7 +30,8 @@ def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norm
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in copies:
             by_groups.setdefault(shard_groups(parameter.grad), {})[name] = local_tensor(parameter.grad)
-    parts = [torch.stack(foreach_norm(list(local.values()))).float() for local in by_groups.values()]
+    # In float32, whatever the gradients are: a rounded norm of each shard would depend on the layout.
+    parts = [torch.stack(foreach_norm(list(local.values()), dtype=torch.float32)) for local in by_groups.values()]
     squares = [
         collectives.all_reduce_sum(norms.square().sum(), groups) for norms, groups in zip(parts, by_groups, strict=True)
     ]

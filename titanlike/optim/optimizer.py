@@ -19,11 +19,12 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     norms and biases, without.
     """
     default = OptimizerGroup()
+    copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline, which one group has to update
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.dim() >= 2 and not name.endswith("bias")  # experts have stacks of biases
-            group = section.group_of(name, is_matrix=decays) or default
+            group = section.group_of(copies.get(name, name), is_matrix=decays) or default
             members.setdefault((group, decays), []).append(parameter)
     groups: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
     for (group, decays), parameters in members.items():

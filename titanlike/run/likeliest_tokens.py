@@ -1,5 +1,6 @@
 """The likeliest tokens of a teacher for all data, computed once and kept in files, so that training does without the teacher."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from titanlike.models.distillation_loss import TeacherLogits
 from titanlike.models.top_k_loss import TopK, top_k_of
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.loop import loop_settings
-from titanlike.run.precomputation import batches_in_order, version_of_weights
+from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once
 from titanlike.utils.system import cache_folder
 
 FORMAT = 1
@@ -62,11 +63,12 @@ def add_top_k(
     sources: list[Any] = [each.source for each in (data.training, data.validation) if each]
     datasets: list[SequenceDataset] = [dataset for source in sources for dataset in source.datasets]
     folder = _folder(recipe, datasets, initial, seed)
-    if not process_group.broadcast_object(folder.is_dir()):
-        num_sequences = sum(dataset.num_sequences for dataset in datasets)
-        process_group.announce(f"computing the teacher's likeliest tokens of {num_sequences:,} sequences")
-        with loop_settings(recipe.training):  # the kernels of training
-            _compute(recipe, build_teacher(), mesh, data.training, datasets, folder)
+    with written_once(folder) as is_missing:
+        if is_missing:
+            num_sequences = sum(dataset.num_sequences for dataset in datasets)
+            process_group.announce(f"computing the teacher's likeliest tokens of {num_sequences:,} sequences")
+            with loop_settings(recipe.training):  # the kernels of training
+                _compute(recipe, build_teacher(), mesh, data.training, datasets, folder)
     if not all(process_group.all_gather_object(folder.is_dir())):
         raise UserError(f"data.cache: not all machines have {folder}; set data.cache to a folder that they share")
     numbers = iter(range(len(datasets)))
@@ -107,7 +109,7 @@ def _compute(
         if process_group.is_main():
             for name, dtype, size in ((IDS, np.int32, k), (LOG_PROBS, np.float32, k + 1)):
                 path = _file(partial, name, number)
-                files[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(*shape, size))
+                files[name] = _allocate(path, dtype, (*shape, size))
         for first, rows, batch in batches_in_order(dataset, training, mesh):
             with teacher(batch) as logits:
                 found = top_k_of(logits, k, section.temperature, recipe.training.loss_chunk, mesh.vocab_group)
@@ -121,6 +123,19 @@ def _compute(
         for each in files.values():
             each.flush()
     process_group.run_on_main(lambda: partial.rename(folder))
+
+
+def _allocate(path: Path, dtype: type, shape: tuple[int, ...]) -> Any:
+    """Returns an array in a file whose space is allocated: a write to a full disk would end the process with SIGBUS."""
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    try:
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        raise UserError(
+            f"{path} needs {path.stat().st_size:,} bytes: {error.strerror}; set data.cache to another disk"
+        ) from None
+    return array
 
 
 def _file(folder: Path, name: str, number: int) -> Path:

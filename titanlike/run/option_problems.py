@@ -3,6 +3,57 @@
 from collections.abc import Iterator
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.optimizer import Optimizer
+from titanlike.config.sections import Parallelism
+
+
+def group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> Iterator[str]:
+    """Yields a sentence for each group of an optimizer that has no parameter, and for what Muon cannot have."""
+    model, lora = recipe.model, getattr(recipe, "lora", None)
+    names = {name for name in model.parameters() if not name.endswith("expert_bias")}
+    matrices = {name for name in names if len(model.parameters()[name].shape) > 1 and not name.endswith("bias")}
+    if lora and lora.rank:  # all other parameters are frozen
+        linears = [name for name in model.matrices() if name.startswith("layers.") and lora.selects(name)]
+        names = matrices = {f"{name}.lora_{one}" for name in linears for one in "AB"}
+    used = {optimizer.group_of(name, is_matrix=name in matrices) for name in names}
+    for group in dict.fromkeys(optimizer.groups):
+        if group not in used:
+            yield (
+                f"optimizer.groups: no parameter is left for pattern = {group.pattern!r} with optimizer = {group.optimizer!r}; a "
+                "pattern consists of parts of a name such as layers.0.attention.wq.weight, and the first group that matches applies"
+            )
+    if all(group.optimizer != "muon" for group in optimizer.groups):
+        return
+    refused = "optimizer = 'muon' does not support "
+    if recipe.parallelism.cpu_offload:
+        yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
+    if optimizer.muon_qk_clip:
+        yield from qk_clip_problems(recipe, optimizer.muon_qk_clip)
+    if recipe.parallelism.tensor > 1 and _stacks_of_muon(recipe, optimizer):
+        yield (
+            f"{refused}parallelism.tensor = {recipe.parallelism.tensor} for experts, whose matrices it would divide; use "
+            "parallelism.expert, or a pattern that does not match experts"
+        )
+
+
+def _stacks_of_muon(recipe: PretrainRecipe, optimizer: Optimizer) -> list[tuple[int, ...]]:
+    """Returns the shapes of the stacked matrices of experts that Muon updates."""
+    last, found = recipe.model.num_layers - 1, []
+    for name, shape in recipe.model.expert_parameters().items():
+        group = optimizer.group_of(f"layers.{last}.{name}", is_matrix=True)
+        found += [shape] if group is not None and group.optimizer == "muon" else []
+    return found
+
+
+def sharded_experts_problem(recipe: PretrainRecipe, optimizer: Optimizer, layout: Parallelism) -> Iterator[str]:
+    """Yields a sentence if FSDP would divide the matrices of experts, because they are too few for its ranks."""
+    num_experts, num_shards = recipe.model.num_experts // layout.expert, layout.shard * layout.context // layout.expert
+    rows = [shape[1] for shape in _stacks_of_muon(recipe, optimizer)]
+    if num_shards and num_experts % num_shards and any(size % num_shards == 0 for size in rows):
+        yield (
+            f"optimizer = 'muon' needs whole matrices, but {num_experts} experts are sharded over {num_shards} ranks; use a "
+            "smaller parallelism.shard with parallelism.replicate, or a pattern that does not match experts"
+        )
 
 
 def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:

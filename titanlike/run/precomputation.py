@@ -1,6 +1,8 @@
 """What a frozen model computes of all data, once: its batches, and what identifies its weights in the name of a cache."""
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlike.config import UserError
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
 from titanlike.data.documents.files import local_file, versions_of
+from titanlike.distributed import process_group
 from titanlike.interop.weights import open_weights
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.utils.file_lock import FileLock, LockHeld
 
 NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 
@@ -59,9 +64,41 @@ class _InOrder:
         return SequenceBatch(indices, *self.dataset.read(indices % self.dataset.num_sequences))
 
 
+@contextmanager
+def written_once(path: Path) -> Iterator[bool]:
+    """Yields whether this run has to write a file or folder of the cache, which is then locked. While another run writes it, all
+    ranks wait."""
+    locks: list[FileLock] = []
+
+    def wait() -> None:
+        try:
+            while not path.exists():
+                with suppress(LockHeld):
+                    locks.append(FileLock(path.with_name(f"{path.name}.lock")))
+                    break
+                time.sleep(0.1)
+        except OSError as error:
+            raise UserError(
+                f"{path.parent} cannot be written: {error.strerror}; set data.cache to a folder that can"
+            ) from None
+        if path.exists():  # another run has just written it
+            while locks:
+                locks.pop().release()
+
+    process_group.run_on_main(wait)
+    try:
+        yield process_group.broadcast_object(bool(locks))
+    finally:
+        for lock in locks:
+            lock.release()
+
+
 def version_of_weights(initial: str, seed: int) -> list[Any]:
     """Returns what differs after a change of the files of weights, or of the seed of random ones."""
     if not initial:
         return ["random", seed]
-    folder = Path(open_weights(Path(initial), verify_share=NO_SHARE).path)
+    path = str(open_weights(Path(initial), verify_share=NO_SHARE).path)
+    if "://" in path:
+        raise UserError(f"{initial}: its weights are at {path}; copy them to this machine")
+    folder = Path(path)
     return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])

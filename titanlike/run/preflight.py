@@ -209,35 +209,10 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
             "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "
             "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
         )
-    if not optimizer.groups:
-        return
-    # The LM head is a parameter of a pipeline even if it is tied.
-    parameters = {**model.parameters(), **model.last_parameters()}
-    parameters = {name: spec for name, spec in parameters.items() if not name.endswith("expert_bias")}
-    matrices = {name for name, spec in parameters.items() if len(spec.shape) > 1 and not name.endswith("bias")}
-    used = {optimizer.group_of(name, is_matrix=name in matrices) for name in parameters}
-    for group in dict.fromkeys(optimizer.groups):
-        if group not in used:
-            yield (
-                f"optimizer.groups: no parameter is left for pattern = {group.pattern!r} with optimizer = {group.optimizer!r}; a "
-                "pattern consists of parts of a name such as layers.0.attention.wq.weight, and the first group that matches applies"
-            )
-    if all(group.optimizer != "muon" for group in optimizer.groups):
-        return
-    refused = "optimizer = 'muon' does not support "
-    if recipe.parallelism.cpu_offload:
-        yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
-    if optimizer.muon_qk_clip:
-        from titanlike.run.option_problems import qk_clip_problems
+    if optimizer.groups:
+        from titanlike.run.option_problems import group_problems
 
-        yield from qk_clip_problems(recipe, optimizer.muon_qk_clip)
-    last = model.num_layers - 1
-    stacks = [optimizer.group_of(f"layers.{last}.{name}", is_matrix=True) for name in model.expert_parameters()]
-    if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
-        yield (
-            f"{refused}parallelism.tensor = {recipe.parallelism.tensor} for experts, whose matrices it would divide; use "
-            "parallelism.expert, or a pattern that does not match experts"
-        )
+        yield from group_problems(recipe, optimizer)
 
 
 def _checkpoint(recipe: PretrainRecipe) -> Iterator[str]:
@@ -277,11 +252,14 @@ def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
     widths = {name.split(".", 2)[-1]: size[1] for name, size in model.matrices().items()}
     rowwise = {name: widths.get(name, 0) for name in model.rowwise_matrices}
     rowwise |= {name: shape[2] for name, shape in model.expert_parameters().items() if name.endswith("w2")}
+    rowwise |= {
+        name: spec.shape[1] for name, spec in model.first_parameters().items() if spec.style == "colwise_embedding"
+    }
     for name, inputs in rowwise.items():
         if _adamw_section(recipe).state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
             yield (
                 f"optimizer.state_dtype = '8bit' quantizes blocks of {BLOCK} elements, but parallelism.tensor = {tensor} splits "
-                f"the {inputs} inputs of {name} within a block; use another tensor, or optimizer.state_dtype = 'bfloat16'"
+                f"the {inputs} columns of {name} within a block; use another tensor, or optimizer.state_dtype = 'bfloat16'"
             )
     if parallelism.async_tensor_parallel:
         refused = "parallelism.async_tensor_parallel = true: {}; set it to false".format
@@ -388,6 +366,10 @@ def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
     )
     num_microbatches = training.num_microbatches(num_data_ranks)
     yield from recipe.model.expert_parallel_problems(layout.expert)
+    if recipe.model.num_experts and any(group.optimizer == "muon" for group in _adamw_section(recipe).groups):
+        from titanlike.run.option_problems import sharded_experts_problem
+
+        yield from sharded_experts_problem(recipe, _adamw_section(recipe), layout)
     if num_ranks % layout.expert:
         near = [n for n in divisors(num_ranks) if n <= layout.expert][-4:]
         yield (

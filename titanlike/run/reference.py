@@ -25,7 +25,7 @@ from titanlike.models.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Places, Reference, answers_of, places_of
 from titanlike.run.loop import loop_settings
-from titanlike.run.precomputation import batches_in_order, version_of_weights
+from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder
@@ -68,9 +68,17 @@ def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: Data
     sources: list[Any] = [each.source for each in (data.training, data.validation) if each]
     datasets: list[PackedPairs] = [dataset for source in sources for dataset in source.datasets]
     file = _cache_file(recipe, datasets)
-    table = process_group.broadcast_object(_load(file) if process_group.is_main() else None)
-    if table is not None:
-        return table
+    with written_once(file) as is_missing:
+        if not is_missing:
+            table = process_group.broadcast_object(_load(file) if process_group.is_main() else None)
+            if table is not None:
+                return table
+        return _compute_and_save(recipe, model, mesh, data, datasets, file)
+
+
+def _compute_and_save(
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: DataLoaders, datasets: Sequence[PackedPairs], file: Path
+) -> np.ndarray[Any, Any]:
     num_sequences = sum(dataset.num_sequences for dataset in datasets)
     process_group.announce(f"computing the reference's log-probabilities of {num_sequences:,} sequences")
     if recipe.checkpoint.initial:

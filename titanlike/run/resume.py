@@ -43,13 +43,14 @@ def restore(
     optimizer: torch.optim.Optimizer,
     source: BatchSource,
     recipe: PretrainRecipe,
+    **others: nn.Module,
 ) -> None:
-    """Loads the checkpoint that a run resumes from, or the initial weights of a new one. Seeds the global random generators, whose
-    state a checkpoint contains."""
+    """Loads the checkpoint that a run resumes from, also into other modules that were saved in it, or the initial weights of a new
+    one. Seeds the global random generators, whose state a checkpoint contains."""
     checkpoints.register(model, optimizer)
     seed_generators(recipe.run.seed)
     if resume.checkpoint:
-        checkpoints.load(model, optimizer, resume.checkpoint)
+        checkpoints.load(model, optimizer, resume.checkpoint, **others)
         source.load_position(resume.checkpoint.position)
     elif recipe.checkpoint.initial:
         from titanlike.interop.weights import load_initial
