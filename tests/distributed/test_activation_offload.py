@@ -109,5 +109,7 @@ def test_weights_and_what_is_no_activation_stay() -> None:
             activation > 0, torch.ones(1, 4, 1).expand(8, 4, 32), activation[:, :2],
         ):  # fmt: skip
             assert current.pack(tensor) is tensor
-        assert all(isinstance(current.pack(tensor), _Host) for tensor in (activation, activation.transpose(1, 2)))
+        of_its_shape = torch.randn(64, 32)  # as the inputs of a layer of as many tokens as it has outputs
+        kept = (activation, activation.transpose(1, 2), of_its_shape)
+        assert all(isinstance(current.pack(tensor), _Host) for tensor in kept)
     assert current.pack(activation) is activation  # too small

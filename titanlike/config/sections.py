@@ -207,7 +207,8 @@ class Training:
     """Precision of the weights that the optimizer keeps and updates."""
     reduce_dtype: DType = "float32"
     """Precision of gradient reduction across ranks, and of what is accumulated before it: the micro-batches of a pipeline, and
-    those of replicas. `bfloat16` halves the traffic."""
+    those of replicas. `bfloat16` halves the traffic. A rank that shares its parameters with no other one accumulates in
+    `master_dtype`."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls (`torch.set_float32_matmul_precision`). `high` enables TF32 on GPUs, `medium` enables
     bfloat16 on CPUs that support it. Both are faster and less accurate with `compute_dtype = "float32"`."""

@@ -70,8 +70,13 @@ class _Pass:
 
     def __init__(self, block: nn.Module, index: int, order: _Order, offloads: bool) -> None:
         weights = [local_tensor(parameter) for parameter in block.parameters()]
-        # Also those of the weights' copies in another dtype, which the block may make itself.
-        self._shapes = {shape for weight in weights for shape in (weight.shape, weight.shape[::-1])}
+        # Of the weights' copies in another dtype, which the block may make itself. An activation with such a shape has the dtype of
+        # the weights, unless the weights are those in float8.
+        self._copies = {
+            (shape, weight.dtype if type(weight) in PLAIN else None)
+            for weight in weights
+            for shape in (weight.shape, weight.shape[::-1])
+        }
         self._storages = {_storage(weight) for weight in weights if type(weight) in PLAIN}
         self.index, self._order, self._offloads = index, order, offloads
         # Of the block before, unless a pipeline ran another stage or micro-batch in between.
@@ -165,7 +170,7 @@ class _Pass:
             and tensor.nbytes >= MIN_BYTES
             and tensor.is_floating_point()
             and tensor.permute(*sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
-            and tensor.shape not in self._shapes
+            and not any(tensor.shape == shape and tensor.dtype != dtype for shape, dtype in self._copies)
             and _storage(tensor) not in self._storages
         )
 

@@ -49,6 +49,10 @@ def _run(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from titanlike.tools.sweep.config import load_sweep
     from titanlike.tools.sweep.results import read_results, table
 
+    if arguments.sweep.is_dir() and (overrides or arguments.dry_run):
+        raise UserError(
+            f"{arguments.sweep} is the folder of a sweep, whose table is printed; give its .toml file to change or run it"
+        )
     if arguments.sweep.is_dir():
         print(table(read_results(arguments.sweep)))
         return 0
