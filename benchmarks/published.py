@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.finetune import FinetuneRecipe, Lora
+from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
@@ -143,7 +143,8 @@ class Row:
             activation_checkpoint=ActivationCheckpoint(mode=self.checkpoint),
         )
         if self.lora_rank:
-            return FinetuneRecipe(**sections, lora=Lora(rank=self.lora_rank))
+            # Of text without masks, as in these benchmarks.
+            return FinetuneRecipe(**sections, data=ChatData(source="synthetic"), lora=Lora(rank=self.lora_rank))
         return PretrainRecipe(**sections)
 
 

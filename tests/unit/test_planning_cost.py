@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import planner_validation
 from tests.training import tiny
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.finetune import FinetuneRecipe, Lora, lora_of
+from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora, lora_of
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config
@@ -63,6 +63,8 @@ def job(num_gpus: int = 32, sequences: int = 1, microbatches: int = 4, seq_len: 
     training = Training(seq_len=seq_len, local_batch_size=sequences, global_batch_size=batch)
     values = dict(model=LLAMA_8B, training=replace(training, **sections.pop("training", {})), parallelism=layout)
     recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
+    if "lora" in sections:
+        values["data"] = ChatData(source="synthetic")  # text, which needs no masks
     return Job(recipe_type(**values | sections), num_gpus)
 
 
@@ -490,3 +492,11 @@ def test_the_documentation_has_the_recorded_validation() -> None:
     docs = RESULTS.parents[2] / "docs"
     assert tables in (docs / "planner_validation.md").read_text()
     assert tables.partition("\n\n")[0] in (docs / "planning.md").read_text()
+
+
+def test_conversations_are_masked_from_each_other() -> None:
+    text, chats = (
+        predict(job(8, lora=Lora(rank=16), data=ChatData(source=source))).parts["attention"]  # type: ignore[arg-type]
+        for source in ("synthetic", "synthetic_chat")
+    )
+    assert chats > 1.5 * text  # FlexAttention

@@ -15,9 +15,9 @@ def test_a_run_waits_for_another_one_that_writes(tmp_path: Path, alone: None) ->
     with written_once(folder) as is_missing:
         assert is_missing
         with pytest.raises(LockHeld):
-            FileLock(folder.with_name("a.lock"))
+            FileLock(folder.with_name(".a.lock"))
 
-    lock = FileLock(folder.with_name("a.lock"))
+    lock = FileLock(folder.with_name(".a.lock"))
 
     def write() -> None:
         time.sleep(0.3)
@@ -33,7 +33,7 @@ def test_a_run_waits_for_another_one_that_writes(tmp_path: Path, alone: None) ->
 
 def test_a_run_goes_on_if_the_other_one_fails(tmp_path: Path, alone: None) -> None:
     folder = tmp_path / "a"
-    lock = FileLock(folder.with_name("a.lock"))
+    lock = FileLock(folder.with_name(".a.lock"))
     other = threading.Timer(0.3, lock.release)
     other.start()
     with written_once(folder) as is_missing:

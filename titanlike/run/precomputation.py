@@ -74,7 +74,7 @@ def written_once(path: Path) -> Iterator[bool]:
         try:
             while not path.exists():
                 with suppress(LockHeld):
-                    locks.append(FileLock(path.with_name(f"{path.name}.lock")))
+                    locks.append(FileLock(path.with_name(f".{path.name}.lock")))
                     break
                 time.sleep(0.1)
         except OSError as error:
