@@ -10,8 +10,9 @@ from titanlike.config.sections import Parallelism
 def group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence for each group of an optimizer that has no parameter, and for what Muon cannot have."""
     model, lora = recipe.model, getattr(recipe, "lora", None)
-    names = {name for name in model.parameters() if not name.endswith("expert_bias")}
-    matrices = {name for name in names if len(model.parameters()[name].shape) > 1 and not name.endswith("bias")}
+    parameters = model.parameters()
+    names = {name for name in parameters if not name.endswith("expert_bias")}
+    matrices = {name for name in names if len(parameters[name].shape) > 1 and not name.endswith("bias")}
     if lora and lora.rank:  # all other parameters are frozen
         linears = [name for name in model.matrices() if name.startswith("layers.") and lora.selects(name)]
         names = matrices = {f"{name}.lora_{one}" for name in linears for one in "AB"}
