@@ -66,8 +66,8 @@ class Run:
     """Device to train on. `auto` uses the GPUs if there are any. `mps` is an Apple GPU, for one process."""
     hang_timeout: Seconds = 600
     """Seconds without progress after which the watchdog reports the missing rank and exits with code 3. Must be longer than
-    the longest step. While all ranks send heartbeats, the first step, validation and checkpointing may take at least 600
-    seconds."""
+    the longest step. While all ranks send heartbeats, the first step, checkpointing, and each forward pass of validation and
+    evaluation may take at least 600 seconds."""
     shutdown_timeout: Seconds = 30
     """Seconds between a stop signal and SIGKILL: the time available for a last checkpoint. The default is torchrun's;
     SageMaker allows 120."""

@@ -128,6 +128,8 @@ def _compute(
 def _allocate(path: Path, dtype: type, shape: tuple[int, ...]) -> Any:
     """Returns an array in a file whose space is allocated: a write to a full disk would end the process with SIGBUS."""
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return array
     try:
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
