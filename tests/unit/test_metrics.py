@@ -256,3 +256,27 @@ def test_a_step_is_recorded_at_the_next_step_and_none_is_lost(tmp_path: Path) ->
         (4, 4.0),
         (6, 6.0),
     ]
+
+
+@pytest.mark.usefixtures("delayed")
+@pytest.mark.parametrize("device_is_faster", [True, False])
+def test_speed_around_a_validation_is_that_of_other_steps(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, device_is_faster: bool
+) -> None:
+    """A step is recorded when the next one is enqueued, or earlier, before a validation. The host waits for a slower device."""
+    monkeypatch.setattr(AsyncD2H, "is_complete", device_is_faster)
+    read = AsyncD2H.read
+
+    def read_after_waiting(values: AsyncD2H, *, deferred: bool = False) -> list[float]:
+        clock.now += 0.0 if device_is_faster else 1.0
+        return read(values, deferred=deferred)
+
+    monkeypatch.setattr(AsyncD2H, "read", read_after_waiting)
+    with build_monitor(tmp_path, num_steps=12, section=Metrics(interval=1, trackers=())) as monitor:
+        for number in range(1, 13):
+            clock.now += 1.0 if device_is_faster else 0.0
+            step(monitor, number)
+            if number == 6:
+                with monitor.exclude_from_throughput("validating"):
+                    clock.now += 50.0
+    assert [record["step_seconds"] for record in records(tmp_path)] == [1.0] * 12

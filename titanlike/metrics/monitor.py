@@ -88,8 +88,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        # Step, values, learning rate, names of values, and what this rank's machine reports.
-        self._pending: tuple[int, AsyncD2H, float, list[str], list[float]] | None = None
+        # Step, values, when the host had enqueued it, learning rate, names of values, and what this rank's machine reports.
+        self._pending: tuple[int, AsyncD2H, float, float, list[str], list[float]] | None = None
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             machine = self._machines.take() if self._machines else []
             of_ranks = [self._ranks.gather(self._data_wait, machine)] if self._ranks else []
             values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
-            self._pending = step, values, lr, list(others), machine
+            self._pending = step, values, time.perf_counter(), lr, list(others), machine
             if values.is_on_host or step == self.num_steps:
                 self._flush()
 
@@ -132,10 +132,12 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
-        (step, values, lr, names, machine), self._pending = self._pending, None
+        (step, values, enqueued, lr, names, machine), self._pending = self._pending, None
+        # A device that has completed the step by now is faster than the host, and completed it when the host had enqueued it.
+        waits_for_host = deferred and values.is_complete
         loss, grad_norm, *rest = values.read(deferred=deferred)
         others, of_ranks = dict(zip(names, rest, strict=False)), rest[len(names) :]
-        now = time.perf_counter()  # after the read: the device has completed the steps
+        now = enqueued if waits_for_host else time.perf_counter()  # when the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)
         tokens_per_second = (tokens - self.num_tokens(step - self._window_steps)) / seconds
@@ -176,7 +178,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         for warning in warnings:
             self.warn(warning)
         self._detect_spike(step, loss)
-        self._window_started, self._window_steps, self._data_wait = time.perf_counter(), 0, 0.0
+        self._window_started, self._window_steps, self._data_wait = now, 0, 0.0
 
     def _detect_spike(self, step: int, loss: float) -> None:
         deviations = self._spikes.deviations(loss)

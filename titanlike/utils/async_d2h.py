@@ -24,12 +24,17 @@ class AsyncD2H:
         """Whether the tensors were on the host, so that `read` never waits."""
         return self.copied is None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the copy, and so all that the device had to do before it, is complete."""
+        return self.copied is None or self.copied.query()
+
     def read(self, *, deferred: bool = False) -> list[float]:
         """Returns the values, after waiting for the copy if necessary.
 
         Args:
             deferred: the device has since been given a step of work. Then the copy usually is complete, which is asked first.
         """
-        if self.copied is not None and not (deferred and self.copied.query()):
+        if self.copied is not None and not (deferred and self.is_complete):
             self.copied.synchronize()
         return self.values.tolist()
