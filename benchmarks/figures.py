@@ -1,6 +1,5 @@
 """Throughput, memory and loss comparisons from the raw results of `benchmarks/run.py`, and their tables."""
 
-import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -102,7 +101,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             fraction = f"{one['fraction_of_matmul_rate']:.0%}"
             if "mfu" in one:
                 fraction = f"{one['mfu']:.1%} / {one['mfu_causal']:.1%}"
-            losses = "match" if one.get("losses_match") else f"differ by {one.get('max_loss_difference', math.nan):.0e}"
+            losses = "match" if one.get("losses_match") else "not compared"
+            if one.get("losses_match") is False:
+                losses = f"differ by {one['max_loss_difference']:.0e}"
             warm = one.get("warm_seconds_to_second_step")
             lines.append(
                 f"| {row} | {one['tokens_per_second']:,.0f} | {format_ratio(relative) if relative else ''} | {fraction} | "

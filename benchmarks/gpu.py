@@ -57,6 +57,12 @@ def compare(
     )
 
 
+def tests(options: str) -> Part:
+    """Returns a part that runs tests of `tests/gpu`."""
+    command = f"pytest tests/gpu -o addopts= -p no:cacheprovider -q --durations=10 {options}"
+    return Part(command, f"{command} --collect-only", 540)
+
+
 def limits(model: str) -> Part:
     """Returns a part that measures a device's rates at the shapes of a model."""
     kinds = "--kinds bfloat16,float8"
@@ -69,11 +75,8 @@ def limits(model: str) -> Part:
 PARTS = {
     "sanity": Part("benchmarks.sanity --device cuda", "benchmarks.sanity --device cpu", 120),
     # The tests need a GPU: a rehearsal only imports them.
-    "tests": Part(
-        "pytest tests/gpu -o addopts= -p no:cacheprovider -q",
-        "pytest tests/gpu -o addopts= -p no:cacheprovider -q --collect-only",
-        540,
-    ),
+    "tests": tests("-n 6 --dist loadfile -m 'not whole_gpu'"),
+    "tests_whole_gpu": tests("-m whole_gpu"),
     "document_masks": Part("benchmarks.document_masks --device cuda", "benchmarks.document_masks --device cpu", 180),
     "memory": Part("benchmarks.memory --device cuda", "benchmarks.memory --device cpu --small --rows 2", 420),
     "ladder_8b": compare("llama3_8b_8layers", "bfloat16", "titanlike", "baseline,compile,float8,float8_all_gather", steps=20),
@@ -95,7 +98,7 @@ PARTS = {
     "1b_shipped": compare("llama3_1b", "bfloat16", "titanlike,torchtitan,litgpt,hf", "shipped", steps=20),
 }  # fmt: skip
 FIRST_HOUR = (
-    "sanity", "tests", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b", "document_masks",
+    "sanity", "tests", "tests_whole_gpu", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b", "document_masks",
     "one_gpu_fsdp",
 )  # fmt: skip
 

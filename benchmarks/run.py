@@ -49,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--block", type=int, help="steps per turn; default 5 on a CPU, all on a GPU")
     parser.add_argument("--sequential", action="store_true", help="run one process at a time, as on a GPU")
+    parser.add_argument("--once", action="store_true", help="on a GPU, without the second run in reverse order")
     parser.add_argument("--micro-batch", type=int, help="sequences per forward pass")
     parser.add_argument("--warm-start", action="store_true", help="also time a second start with warm compiler caches")
     parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
@@ -58,9 +59,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results and exit")
     arguments = parser.parse_args()
+    turns = arguments.device == "cpu" and not arguments.sequential
+    arguments.block = arguments.block or (5 if turns else arguments.steps)
     for subject in arguments.subject.split(","):
         if subject not in SUBJECTS:
             parser.error(f"--subject {subject}: unknown; choose from {', '.join(SUBJECTS)}")
+    if arguments.block and arguments.steps % arguments.block:
+        parser.error(f"--steps {arguments.steps}: not a multiple of --block {arguments.block}")
     return arguments
 
 
@@ -83,9 +88,11 @@ class Subject:
             ],  # of several GPUs, the Trainer of transformers would use all
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            "PYTHONPATH": os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT), path))),
         }
-        environment = os.environ | variables | own
+        environment = os.environ | variables
+        environment |= own | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT), path)))
+        }
         self.process = subprocess.Popen(
             [python, "-m", f"benchmarks.subjects.{task.subject}", str(folder / "task.json")],
             cwd=ROOT, env=environment, text=True,
@@ -136,7 +143,7 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
-    """Writes the shared batches and initial weights. titanlike generates both in its own run."""
+    """Writes the shared batches, which titanlike generates in its own run, and initial weights."""
     import torch
 
     from titanlike.data.batches.loader import BatchLoader
@@ -198,7 +205,7 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
         key, _, value = change.partition("=")
         options.setdefault(row, {})[key] = value
     take_turns_on_cpu = arguments.device == "cpu" and not arguments.sequential
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # workers of a compiler may still write
         folder = Path(name)
         limits = folder / "limits.json"
         subprocess.run(
@@ -216,7 +223,7 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
             seq_len=model.seq_len, batch_size=model.batch_size,
             micro_batch_size=arguments.micro_batch or model.micro_batch_size,
             warmup=arguments.warmup, steps=arguments.steps, lr=model.lr,
-            block=arguments.block or (5 if take_turns_on_cpu else arguments.steps),
+            block=arguments.block,
             batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
             tokens_file=str(folder / "tokens.npy"),
         )  # fmt: skip
@@ -249,7 +256,7 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
                 again = take_turns({row: replace(task, steps=0)}, start)[row]
                 results[row]["warm_seconds_to_second_step"] = again.get("seconds_to_second_step")
         else:
-            for row in (*tasks, *reversed(tasks)):
+            for row in (*tasks, *(() if arguments.once else reversed(tasks))):
                 if "failed" in results.get(row, ()):
                     continue
                 single = take_turns({row: tasks[row]}, start)[row]

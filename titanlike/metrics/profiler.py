@@ -62,7 +62,7 @@ class Profiler(AbstractContextManager["Profiler"]):
                 self._synchronize()
                 self._first = step
                 activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-                self._profile = profile(activities=activities)
+                self._profile = profile(activities=activities, acc_events=True)  # without, torch 2.11 warns
                 self._profile.start()
         if self._profile:
             self._mark_step(step)
