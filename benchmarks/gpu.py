@@ -98,8 +98,8 @@ PARTS = {
     "1b_shipped": compare("llama3_1b", "bfloat16", "titanlike,torchtitan,litgpt,hf", "shipped", steps=20),
 }  # fmt: skip
 FIRST_HOUR = (
-    "sanity", "tests", "tests_whole_gpu", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b", "document_masks",
-    "one_gpu_fsdp",
+    "sanity", "tests", "tests_whole_gpu", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b",
+    "document_masks", "one_gpu_fsdp",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 2 70B": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, **LLAMA2),
 }
 
-TORCHTITAN = load_program("torchtitan")
+TORCHTITAN = load_program("torchtitan_2024")
 # With tensor parallelism, the loss of sharded logits runs as DTensor's operators, with one more buffer in float32 in the backward
 # pass: the log-softmax, the gradient of the loss, their sum and its product with the scale.
 TORCHTITAN_TENSOR = replace(TORCHTITAN, logit_bytes=16)

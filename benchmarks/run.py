@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ UNSUPPORTED = 2  # exit code of a subject that does not support the task
 SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.py"))
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line, by default that of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", default="plain,titanlike", help=f"comma-separated: {', '.join(SUBJECTS)}")
     parser.add_argument("--rows", default="shipped,best")
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800, help="time limit of a subject, in seconds")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results and exit")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     turns = arguments.device == "cpu" and not arguments.sequential
     arguments.block = arguments.block or (5 if turns else arguments.steps)
     for subject in arguments.subject.split(","):

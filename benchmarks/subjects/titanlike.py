@@ -31,8 +31,8 @@ ROWS = {
 }
 
 
-def recipe_of(task: Task, folder: str) -> PretrainRecipe:
-    """Returns the task as a recipe."""
+def keys_of(task: Task, folder: str) -> dict[str, Any]:
+    """Returns the task as keys of a recipe."""
     compiled = "none" if task.row == "shipped" and task.device == "cpu" else "block"
     keys: dict[str, Any] = {f"model.{key}": str(value).lower() for key, value in task.model.items()}
     keys |= {
@@ -48,10 +48,14 @@ def recipe_of(task: Task, folder: str) -> PretrainRecipe:
         "float8.scaling": "tensorwise" if task.precision == "float8" else "none",
         "compile.mode": compiled, "checkpoint.enabled": "false",
     }  # fmt: skip
-    keys |= ROWS[task.row] | task.options
+    return keys | ROWS[task.row] | task.options
+
+
+def recipe_of(task: Task, folder: str) -> PretrainRecipe:
+    """Returns the task as a recipe."""
     toml = Path(folder, "task.toml")
     toml.write_text("")
-    return start(PretrainRecipe, [str(toml), *(f"--{key}={value}" for key, value in keys.items())])
+    return start(PretrainRecipe, [str(toml), *(f"--{key}={value}" for key, value in keys_of(task, folder).items())])
 
 
 def load(model: nn.Module, device: torch.device, task: Task) -> None:

@@ -6,7 +6,7 @@ Sizes are those of the full, unsharded matrix, so that every layout converts the
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from titanlike.config.base import matches, one_of
 from titanlike.config.sections import Float8
@@ -21,6 +21,22 @@ ALIGNMENT = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8":
 def skip_reasons(float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool) -> dict[str, str]:
     """Returns, for each matrix of size (outputs, inputs), why it is not converted; "" if it is."""
     return {name: _skip_reason(float8, name, *size, tied=tied_head) for name, size in matrices.items()}
+
+
+@cache
+def float8_names(float8: Float8, model: TransformerConfig) -> frozenset[str]:
+    """Returns the full names of the matrices that multiply in float8."""
+    if float8.scaling == "none" or float8.emulate:
+        return frozenset()
+    reasons = skip_reasons(float8, model.matrices(), model.tied_head)
+    return frozenset(name for name, reason in reasons.items() if not reason)
+
+
+@cache
+def float8_layers(float8: Float8, model: TransformerConfig, index: int) -> frozenset[str]:
+    """Returns the names, within a block, of those of this block."""
+    prefix = f"layers.{index % model.num_layers}."
+    return frozenset(name.removeprefix(prefix) for name in float8_names(float8, model) if name.startswith(prefix))
 
 
 def summary_lines(

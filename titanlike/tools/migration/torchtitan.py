@@ -48,7 +48,9 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
         )
     is_old = bool(ONLY_0_1 & given.keys()) or ("model.tokenizer_path" in given and "model.hf_assets_path" not in given)
     version = "0.1" if is_old else "0.2"
-    job = Conversion(f"torchtitan {version}", name, given, KEYS, num_gpus, planned_as="torchtitan")
+    job = Conversion(
+        f"torchtitan {version}", name, given, KEYS, num_gpus, planned_as="torchtitan_2024" if is_old else "torchtitan"
+    )
     model = model_section(job, is_old=is_old)
     _tokens(job, is_old=is_old)
     data_ranks = _batch(job)
@@ -321,8 +323,7 @@ def _compute(job: Conversion, *, is_old: bool) -> None:
     compiled = enabled and "model" in components
     key = "training.compile" if "training.compile" in job.given else "compile.enable"
     job.set("compile.mode", "block" if compiled else "none", key, "compile.components")
-    if enabled and "loss" in components:
-        job.plan_changes["eager_loss"] = False
+    job.plan_changes["eager_loss"] = not (enabled and "loss" in components)
     mode, option = job["activation_checkpoint.mode"], job["activation_checkpoint.selective_ac_option"]
     job.use("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option == "1":

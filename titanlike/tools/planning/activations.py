@@ -5,9 +5,11 @@ sequence of what lies between blocks; the inputs of its matmuls are gathered, an
 number of tokens.
 """
 
+import math
 from dataclasses import dataclass
 
 from titanlike.config.sections import DTYPE_BYTES
+from titanlike.float8.selection import float8_layers
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
@@ -52,6 +54,9 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     if compiled:
         # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes the product of a gated feed-forward.
         intermediates = (3 if is_gated else 2) * ffn
+        recomputed_norms, recomputed_products = _recomputed_by_casts(job, index)
+        norms -= hidden * recomputed_norms
+        intermediates -= ffn * recomputed_products
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = out if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
@@ -112,6 +117,40 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
     return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)
+
+
+def _recomputed_by_casts(job: Job, index: int) -> tuple[float, float]:
+    """Returns how many outputs of norms and products of the feed-forward compiled code does not keep because of float8: the
+    backward pass casts the inputs of weight gradients again, and computes them again if nothing else reads them."""
+    section = job.recipe.float8
+    converted = float8_layers(section, job.recipe.model, index)
+    if not converted or section.scaling == "rowwise_with_gw_hp" or job.layout.tensor > 1:
+        return 0.0, 0.0
+    readers: dict[str, list[bool]] = {}
+    for name in job.recipe.model.block_matrices(index):
+        if name not in job.recipe.model.rowwise_matrices:
+            readers.setdefault(name.rpartition(".")[0], []).append(name in converted)
+    # The cast of what other matrices read, too, is kept beside it.
+    norms = sum(1.0 if all(each) else -0.5 if any(each) else 0.0 for each in readers.values())
+    return norms, float("feed_forward.w2" in converted)
+
+
+def weight_copies(job: Job, index: int) -> tuple[float, float]:
+    """Returns the bytes of the weights of a block that are cast to the compute dtype where FSDP does not gather them, and of the
+    copies that are kept for the backward pass. Compiled code casts a weight to float8 in each pass, and keeps no copy."""
+    model, training, checkpointing = job.recipe.model, job.recipe.training, job.recipe.activation_checkpoint
+    compute = DTYPE_BYTES[training.compute_dtype]
+    if job.uses_fsdp() or compute == DTYPE_BYTES[training.master_dtype]:
+        return 0.0, 0.0
+    matrices: dict[str, tuple[int, ...]] = dict(model.block_matrices(index, job.layout.tensor))
+    if model.has_experts(index):
+        matrices |= model.router_parameters() | model.expert_parameters()
+    if job.recipe.compile.mode != "none":
+        matrices = {
+            name: size for name, size in matrices.items() if name not in float8_layers(job.recipe.float8, model, index)
+        }
+    size = compute * float(sum(map(math.prod, matrices.values())))
+    return size, size * {"none": 1.0, "memory_budget": checkpointing.memory_budget}.get(checkpointing.mode, 0.0)
 
 
 def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[str, tuple[int, int]]:

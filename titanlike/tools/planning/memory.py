@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from titanlike.config.layout import blocks_of
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.models.base_config import TransformerConfig
-from titanlike.tools.planning.activations import BlockActivations, block_activations
+from titanlike.tools.planning.activations import BlockActivations, block_activations, weight_copies
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
 
@@ -94,6 +94,18 @@ def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
     blocks = range(job.split[0])
     ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
     return Memory(tuple(_moments(job, sizes, ends)), fragmentation(job), scattered(job))
+
+
+def of_program(job: Job, planned: Memory) -> Memory:
+    """Returns the memory with what the loss of another program needs."""
+    # A float32 copy of the logits is counted in eager code.
+    more = job.program.logit_bytes - (4 if job.recipe.compile.mode == "none" else 0)
+    size = max(0, round(more * job.tokens * job.recipe.model.vocab_size / job.layout.tensor))
+    moments = tuple(
+        replace(moment, usage=replace(moment.usage, loss=moment.usage.loss + size)) if moment.usage.loss else moment
+        for moment in planned.moments
+    )
+    return replace(planned, moments=moments)
 
 
 def scattered(job: Job) -> float:
@@ -240,10 +252,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
             unreduced = total * sizes.reduced * sizes.trained / job.num_shards
     first_gradients = 1.0 if job.num_microbatches > 1 and not unreduced else 0.0
     # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
-    casts = 0.0 if fsdp or compute == DTYPE_BYTES[job.recipe.training.master_dtype] else full_block
-    checkpointing = job.recipe.activation_checkpoint
-    kept = {"none": 1.0, "memory_budget": checkpointing.memory_budget}
-    kept_casts = casts * kept.get(checkpointing.mode, 0.0)
+    casts, kept_casts = weight_copies(job, min(max(blocks), job.recipe.model.num_layers - 1))
 
     def kind(index: int) -> int:  # those of the other models are planned as their last block
         return job.recipe.model.kind_of_block(index) if job.recipe.model.is_encoder_decoder else -1
@@ -265,7 +274,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
         share = min(1.0, share)
         gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
-        if checkpointing.offload:
+        if job.recipe.activation_checkpoint.offload:
             saved = min(saved, 1 if loss else RESIDENT_BLOCKS)  # the last block is not offloaded
         stack = sum(stacks[: round(saved)]) + shared * (saved > 0)
         usage = replace(

@@ -5,11 +5,10 @@ bfloat16 activations; `Counts.work` scales them to float32.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
-from titanlike.config.sections import DTYPE_BYTES, Float8
-from titanlike.float8.selection import HEAD, skip_reasons
-from titanlike.models.base_config import TransformerConfig
+from titanlike.config.sections import DTYPE_BYTES
+from titanlike.float8.selection import HEAD, float8_layers, float8_names
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.activations import CROSS_MATRICES, ordered_matrices
 from titanlike.tools.planning.experts import (
@@ -50,7 +49,7 @@ class Counts:
     @cached_property
     def float8_names(self) -> frozenset[str]:
         """Linear layers that multiply in float8, by their full names."""
-        return _float8_names(self.job.recipe.float8, self.job.recipe.model)
+        return float8_names(self.job.recipe.float8, self.job.recipe.model)
 
     @cached_property
     def load(self) -> float:
@@ -59,7 +58,7 @@ class Counts:
 
     def float8_layers(self, index: int) -> frozenset[str]:
         """Returns the float8 layers of a block, by their names in it."""
-        return _float8_layers(self.job.recipe.float8, self.job.recipe.model, index)
+        return float8_layers(self.job.recipe.float8, self.job.recipe.model, index)
 
     def block(self, float8: frozenset[str], local: bool = False, index: int = -1) -> Passes:
         """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without, and with the
@@ -328,17 +327,3 @@ class Counts:
         state = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
         # Norm: reads gradients. Clipping: reads and writes them. AdamW: reads all, writes weights and moments.
         return parameters * (master + 2 * master + 3 * master + 2 * state)
-
-
-@cache
-def _float8_names(float8: Float8, model: TransformerConfig) -> frozenset[str]:
-    if float8.scaling == "none" or float8.emulate:
-        return frozenset()
-    reasons = skip_reasons(float8, model.matrices(), model.tied_head)
-    return frozenset(name for name, reason in reasons.items() if not reason)
-
-
-@cache
-def _float8_layers(float8: Float8, model: TransformerConfig, index: int) -> frozenset[str]:
-    prefix = f"layers.{index}."
-    return frozenset(name.removeprefix(prefix) for name in _float8_names(float8, model) if name.startswith(prefix))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.distill import DistillRecipe
+from titanlike.config.sections import Float8
 from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.models.distillation_loss import set_distillation_loss
@@ -26,7 +27,7 @@ from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
 from titanlike.run.distillation import Teacher
 from titanlike.run.second_model import parallelize_frozen
-from titanlike.tools.planning.activations import block_activations
+from titanlike.tools.planning.activations import block_activations, weight_copies
 from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import (
@@ -68,7 +69,10 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
         device: whose operators to assume, where those of GPUs and CPUs save different tensors for the backward pass.
     """
     if job.recipe.compile.mode != "none":
-        eager = replace(job, recipe=replace(job.recipe, compile=replace(job.recipe.compile, mode="none")))
+        recipe = replace(job.recipe, compile=replace(job.recipe.compile, mode="none"))
+        if not recipe.float8.all_gather:  # casts in eager code need memory, those in compiled code do not
+            recipe = replace(recipe, float8=Float8())
+        eager = replace(job, recipe=recipe)
         return _as_compiled(simulate(eager, rank, device), eager, job)
     if (
         job.recipe.parallelism.async_tensor_parallel
@@ -119,9 +123,12 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
 
 
 def _saved(job: Job) -> float:
-    """Returns the bytes of activations that all blocks save."""
+    """Returns the bytes that all blocks save."""
     kinds = job.recipe.model.kinds_of_blocks()
-    return sum(number * block_activations(job, first).saved * job.tokens_of(first) for first, number in kinds)
+    return sum(
+        number * (block_activations(job, first).saved * job.tokens_of(first) + weight_copies(job, first)[1])
+        for first, number in kinds
+    )
 
 
 def _as_offloaded(job: Job, offloading: Job, rank: int, device: Literal["cuda", "cpu"]) -> Memory:

@@ -1,0 +1,101 @@
+"""Rows of `benchmarks.run` that a GPU has measured, beside their plans. No figure of the planner is fitted to them.
+
+    python -m benchmarks.gpu_plans benchmarks/results/gpu/*_*.json
+
+Prints a table. The plan of a torchtitan row is that of its program file.
+"""
+
+import argparse
+import json
+import shlex
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.models import MODELS
+from benchmarks.protocol import Task
+from benchmarks.run import parse_arguments
+from benchmarks.subjects import titanlike
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import Plan, make_plan
+from titanlike.tools.planning.program import load_program
+from titanlike.tools.programs import load_known
+
+FOLDER = Path(__file__).parent / "results/gpu"
+HARDWARE = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
+SUBJECTS = ("titanlike", "torchtitan")  # which the planner knows
+
+
+class Compared(NamedTuple):
+    """A row."""
+
+    name: str
+    measured: Mapping[str, Any]
+    plan: Plan
+
+    @property
+    def speed_error(self) -> float:
+        """Relative error of the planned tokens per second."""
+        return self.plan.tokens_per_second / self.measured["tokens_per_second"] - 1.0
+
+    @property
+    def memory_error(self) -> float:
+        """Relative error of the planned peak of allocated memory."""
+        return self.plan.allocated / 2**30 / self.measured["peak_memory_gib"] - 1.0
+
+
+def compared(paths: Iterable[Path]) -> Iterator[Compared]:
+    """Yields the rows of these files that have a plan."""
+    for path in paths:
+        result = json.loads(path.read_text())
+        if "rows" not in result:
+            continue
+        model, arguments = MODELS[result["model"]], parse_arguments(shlex.split(result["command"])[3:])
+        for row, measured in result["rows"].items():
+            subject, _, kind = row.partition(".")
+            if subject not in SUBJECTS or "failed" in measured:
+                continue
+            task = Task(
+                subject=subject, row=kind, model=model.config, device="cuda", precision=result["precision"], seq_len=model.seq_len,
+                batch_size=model.batch_size, micro_batch_size=arguments.micro_batch or model.micro_batch_size,
+                warmup=result["warmup"], steps=result["steps"], block=result["block"], lr=model.lr,
+                batches_file="", weights_file="", tokens_file="", options=result["options"].get(row, {}),
+            )  # fmt: skip
+            with tempfile.NamedTemporaryFile(suffix=".toml") as file:
+                recipe = load_known(
+                    Path(file.name), {key: str(value) for key, value in titanlike.keys_of(task, "").items()}
+                )
+            job = Job(recipe, 1, load_program(subject)) if subject != "titanlike" else Job(recipe, 1)
+            name = f"{result['model']}, {result['precision']}, {row}"
+            name += "".join(f", {key} = {value}" for key, value in task.options.items())
+            yield Compared(name, measured, make_plan(job, load_hardware(HARDWARE[measured["device"]])))
+
+
+def table(rows: Iterable[Compared]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = [
+        "| row | tokens/s | planned | difference | range of the plan | allocated GiB | planned GiB | difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        plan, measured = row.plan, row.measured
+        low, high = (plan.tokens_per_second * share for share in (plan.range.low, plan.range.high))
+        memory = f"{measured['peak_memory_gib']:.2f} | {plan.allocated / 2**30:.2f} | {row.memory_error:+.1%}"
+        lines.append(
+            f"| {row.name} | {measured['tokens_per_second']:,.0f} | {plan.tokens_per_second:,.0f} | {row.speed_error:+.1%} | "
+            f"{low:,.0f} to {high:,.0f} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(FOLDER.glob("*.json")))
+    print(table(compared(parser.parse_args().files)))
+
+
+if __name__ == "__main__":
+    main()
