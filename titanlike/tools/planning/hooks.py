@@ -47,12 +47,19 @@ def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", mea
     writer = JSONLWriter(metrics)
     writer.log(recipe.training.steps, values)
     writer.close()
-    return comparison_line(values) + anchor_line(metrics.parent, ranks.world_size, hardware, measured.tokens_per_second)
+    line = comparison_line(values)
+    if "planned_tokens_per_second" in values:
+        line += anchor_line(metrics.parent, ranks.world_size, hardware, values["run_tokens_per_second"])
+    return line
 
 
 def out_of_memory(recipe: PretrainRecipe) -> str:
     """Returns the changes of a recipe that would have saved most memory."""
     return advice(recipe, environment.rank_info().world_size)
+
+
+HOST_SHARE = 0.2
+"""Of a planned step, in which the GPU waits for the host: above, the host decides the speed, and plans do not know it."""
 
 
 def plan_line(recipe: PretrainRecipe, num_gpus: int, hardware_name: str) -> str | None:
@@ -85,15 +92,14 @@ def compare(
     found = {"run_memory_gib": memory_gib, "planned_memory_gib": memory(job).allocated / GIB}
     if hardware and tokens_per_second:
         plan = make_plan(job, replace(hardware, gpus_per_node=gpus_per_node, node_switch=hardware.has_switch))
-        found |= {"run_tokens_per_second": tokens_per_second, "planned_tokens_per_second": plan.tokens_per_second}
+        found["run_tokens_per_second"] = tokens_per_second
+        if plan.time.parts.get("kernel launches", 0.0) < HOST_SHARE * plan.time.seconds:
+            found["planned_tokens_per_second"] = plan.tokens_per_second
     return found
 
 
-def anchor_line(run: Path, num_gpus: int, hardware: str, tokens_per_second: float | None) -> str:
-    """Returns the command that plans other layouts from the speed of a run, on a line of its own, if it was measured on hardware
-    that has a description."""
-    if tokens_per_second is None or not hardware:
-        return ""
+def anchor_line(run: Path, num_gpus: int, hardware: str, tokens_per_second: float) -> str:
+    """Returns the command that plans other layouts from the speed of a run, on a line of its own."""
     words = ["titanlike", "plan", f"{run}/recipe.toml", "--gpus", str(num_gpus), "--hardware", hardware]
     words += ["--measured", f"{tokens_per_second / num_gpus:.0f}", "--search"]
     return f"\n        plan others from it: {shlex.join(words)}"
@@ -106,8 +112,10 @@ def comparison_line(values: dict[str, float]) -> str:
         ("memory_gib", "GiB allocated at the peak", "{:.2f}"),
         ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ):
-        if f"run_{name}" in values:
-            measured, planned = values[f"run_{name}"], values[f"planned_{name}"]
-            difference = f"{measured / planned - 1:+.1%}" if planned else "no plan"
+        measured, planned = values.get(f"run_{name}"), values.get(f"planned_{name}")
+        if measured is not None and planned:
+            difference = f"{measured / planned - 1:+.1%}"
             texts.append(f"{pattern.format(measured)} {label}, planned {pattern.format(planned)} ({difference})")
+        elif measured is not None:
+            texts.append(f"{pattern.format(measured)} {label}, limited by how fast this host launches kernels")
     return f"plan    {'; '.join(texts)}"
