@@ -48,7 +48,7 @@ MODELS = {
     "llama3_1b": Model(
         llama(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256,
               max_seq_len=8192, rope_scaling=32.0, tied_head=True),
-        seq_len=8192, batch_size=4, micro_batch_size=4, lr=2e-5,
+        seq_len=8192, batch_size=4, micro_batch_size=2, lr=2e-5,
     ),
     "llama3_8b_8layers": Model(
         llama(dim=4096, num_layers=8, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192),
