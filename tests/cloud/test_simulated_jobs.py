@@ -57,7 +57,7 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     return {one["step"]: (one["loss"], one["grad_norm"]) for one in records if "loss" in one}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
