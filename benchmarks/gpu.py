@@ -59,7 +59,8 @@ def compare(model: str, precision: str, subjects: str, rows: str = "best", more:
 
 def tests(options: str) -> Part:
     """Returns a part that runs tests of `tests/gpu`."""
-    command = f"pytest tests/gpu -o addopts= -p no:cacheprovider -q --durations=10 {options}"
+    # pytest-benchmark, if installed, warns of several processes, which is an error here.
+    command = f"pytest tests/gpu -o addopts= -p no:cacheprovider -p no:benchmark -q --durations=10 {options}"
     return Part(command, f"{command} --collect-only", 540)
 
 

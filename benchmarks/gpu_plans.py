@@ -1,8 +1,9 @@
-"""Rows of `benchmarks.run` that a GPU has measured, beside their plans. No figure of the planner is fitted to them.
+"""Rows of `benchmarks.run` that a GPU has measured, beside their plans.
 
-    python -m benchmarks.gpu_plans benchmarks/results/gpu/*_*.json
+    python -m benchmarks.gpu_plans
 
-Prints a table. The plan of a torchtitan row is that of its program file.
+Prints a table. The plan of a torchtitan row is that of its program file, which was written from these rows. No other figure of the
+planner is fitted to them.
 """
 
 import argparse

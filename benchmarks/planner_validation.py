@@ -26,7 +26,7 @@ from benchmarks.published import Row
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import memory, of_program
+from titanlike.tools.planning.memory import memory, with_program_loss
 from titanlike.tools.planning.ranges import MIXTURES, kind_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
@@ -90,7 +90,7 @@ def _job(row: Row) -> tuple[Job, list[list[Collective]]]:
 def memory_gib(row: Row) -> float:
     """Returns the largest reserved memory of the pipeline ranks."""
     job, _ = _job(row)
-    return max(of_program(job, memory(job, rank)).reserved for rank in range(job.layout.pipeline)) / GIB
+    return max(with_program_loss(job, memory(job, rank)).reserved for rank in range(job.layout.pipeline)) / GIB
 
 
 # What is fitted beside the efficiency of each GPU and precision, with the values that are tried.

@@ -34,8 +34,8 @@ def float8_names(float8: Float8, model: TransformerConfig) -> frozenset[str]:
 
 @cache
 def float8_layers(float8: Float8, model: TransformerConfig, index: int) -> frozenset[str]:
-    """Returns the names, within a block, of those of this block."""
-    prefix = f"layers.{index % model.num_layers}."
+    """Returns the names, within a block, of those of this block; -1 is the last one."""
+    prefix = f"layers.{index if index >= 0 else model.num_layers + index}."
     return frozenset(name.removeprefix(prefix) for name in float8_names(float8, model) if name.startswith(prefix))
 
 

@@ -126,10 +126,13 @@ def _recomputed_by_casts(job: Job, index: int) -> tuple[float, float]:
     converted = float8_layers(section, job.recipe.model, index)
     if not converted or section.scaling == "rowwise_with_gw_hp" or job.layout.tensor > 1:
         return 0.0, 0.0
-    readers: dict[str, list[bool]] = {}
-    for name in job.recipe.model.block_matrices(index):
-        if name not in job.recipe.model.rowwise_matrices:
-            readers.setdefault(name.rpartition(".")[0], []).append(name in converted)
+    model = job.recipe.model
+    readers: dict[str, list[bool]] = {}  # of each norm, whether they are in float8
+    for name in model.block_matrices(index):
+        if name not in (*model.rowwise_matrices, *model.latent_matrices):
+            layer = name.rpartition(".")[0]
+            # The router and the experts read the input of the shared experts, too, and not in float8.
+            readers.setdefault(layer, [False] if layer.endswith(".shared") else []).append(name in converted)
     # The cast of what other matrices read, too, is kept beside it.
     norms = sum(1.0 if all(each) else -0.5 if any(each) else 0.0 for each in readers.values())
     return norms, float("feed_forward.w2" in converted)

@@ -112,10 +112,10 @@ def comparison_line(values: dict[str, float]) -> str:
         ("memory_gib", "GiB allocated at the peak", "{:.2f}"),
         ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ):
-        measured, planned = values.get(f"run_{name}"), values.get(f"planned_{name}")
-        if measured is not None and planned:
+        if f"planned_{name}" in values:
+            measured, planned = values[f"run_{name}"], values[f"planned_{name}"]
             difference = f"{measured / planned - 1:+.1%}"
             texts.append(f"{pattern.format(measured)} {label}, planned {pattern.format(planned)} ({difference})")
-        elif measured is not None:
-            texts.append(f"{pattern.format(measured)} {label}, limited by how fast this host launches kernels")
+    if "run_tokens_per_second" in values and "planned_tokens_per_second" not in values:
+        texts.append(f"{values['run_tokens_per_second']:,.0f} tokens/s, limited by how fast this host launches kernels")
     return f"plan    {'; '.join(texts)}"

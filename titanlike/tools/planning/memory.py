@@ -96,8 +96,8 @@ def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
     return Memory(tuple(_moments(job, sizes, ends)), fragmentation(job), scattered(job))
 
 
-def of_program(job: Job, planned: Memory) -> Memory:
-    """Returns the memory with what the loss of another program needs."""
+def with_program_loss(job: Job, planned: Memory) -> Memory:
+    """Returns the memory with what the loss of the job's program needs beyond the one here."""
     # A float32 copy of the logits is counted in eager code.
     more = job.program.logit_bytes - (4 if job.recipe.compile.mode == "none" else 0)
     size = max(0, round(more * job.tokens * job.recipe.model.vocab_size / job.layout.tensor))

@@ -13,7 +13,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import Memory, memory, of_program
+from titanlike.tools.planning.memory import Memory, memory, with_program_loss
 from titanlike.tools.planning.ranges import Range, kind_of, range_of
 from titanlike.tools.planning.step_time import Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
@@ -160,7 +160,9 @@ def make_plan(
     """
     simulated = simulated or {}
     ranks = range(job.layout.pipeline)
-    memories = tuple(of_program(job, simulated[rank] if rank in simulated else memory(job, rank)) for rank in ranks)
+    memories = tuple(
+        with_program_loss(job, simulated[rank] if rank in simulated else memory(job, rank)) for rank in ranks
+    )
     traffics = tuple(tuple(traffic(job, rank)) for rank in ranks)
     return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), frozenset(simulated), measured)
 
