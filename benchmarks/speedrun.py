@@ -30,10 +30,15 @@ ROOT = Path(__file__).parents[1]
 BASE = {
     "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.trackers": "[]", "metrics.interval": "1",
 }  # fmt: skip
+QUERIES_AND_KEYS = '{pattern = "attention.w[qk]*", optimizer = "muon", lr_scale = 3.0}'
 MUON = '{pattern = "layers", optimizer = "muon"}'
-ADAMW = {
-    "training.steps": "400", "training.global_batch_size": "16", "training.local_batch_size": "8", "optimizer.lr": "1.5e-3",
-    "optimizer.groups": "[]", "schedule.warmup_steps": "20", "schedule.decay": "cosine", "schedule.min_ratio": "0.1",
+OTHERS = '{pattern = "*", lr_scale = 6.0}'
+QWEN3 = {"model.name": "qwen3", "model.head_dim": "48"}  # a Llama with QK-norm
+# The other subjects have a batch size of their own. The sequences of 4 validation batches of 16 are those of 8 of 8.
+OTHER_SETTINGS = {
+    "training.steps": "400", "training.global_batch_size": "16", "validation.batches": "4", "training.max_norm": "1",
+    "optimizer.lr": "1.5e-3", "optimizer.groups": "[]", "schedule.warmup_steps": "20", "schedule.decay": "cosine",
+    "schedule.min_ratio": "0.1",
 }  # fmt: skip
 
 
@@ -56,12 +61,12 @@ class Speedrun:
 
 
 DEBUG_SUBJECTS = {
-    "adamw": Subject("AdamW with cosine decay to 10%", ADAMW),
+    "adamw": Subject("AdamW with cosine decay to 10%", OTHER_SETTINGS | {"model.rope_theta": "500000"}),
     "debug": Subject("`train_configs/debug.toml`: Muon", {}),
     "nanochat": Subject(
         "nanochat's optimizers, learning rates and schedule, with QK-norm",
-        ADAMW | {
-            "model.name": "qwen3", "model.head_dim": "48", "training.steps": "400", "optimizer.lr": "0.02",
+        OTHER_SETTINGS | {
+            **QWEN3, "optimizer.lr": "0.02", "optimizer.muon_momentum": "0.95",
             "optimizer.muon_lr_scaling": "spectral", "optimizer.beta1": "0.8", "optimizer.beta2": "0.95", "optimizer.eps": "1e-10",
             "optimizer.weight_decay": "0", "schedule.warmup_steps": "0", "schedule.decay": "linear", "schedule.decay_ratio": "0.2",
             "schedule.min_ratio": "0",
@@ -71,7 +76,7 @@ DEBUG_SUBJECTS = {
     ),
     "nanogpt": Subject(
         "a plain GPT-2 with nanoGPT's settings for small models",
-        ADAMW | {
+        OTHER_SETTINGS | {
             "model.name": "gpt", "model.dim": "192", "model.num_layers": "4", "model.num_heads": "4", "training.steps": "800",
             "optimizer.lr": "1e-3", "optimizer.beta2": "0.99", "schedule.warmup_steps": "100",
         },
@@ -139,16 +144,25 @@ INGREDIENTS = {
     "AdamW, 3e-3": {"optimizer.groups": "[]", "optimizer.lr": "3e-3"},
     "half of the learning rate": {"optimizer.lr": "5e-3"},
     "twice the learning rate": {"optimizer.lr": "2e-2"},
+    "queries and keys: the learning rate of the other matrices": {"optimizer.groups": f"[{MUON}, {OTHERS}]"},
+    "queries and keys: 6 times the learning rate of the other matrices": {
+        "optimizer.groups": f"[{QUERIES_AND_KEYS.replace('3.0', '6.0')}, {MUON}, {OTHERS}]"
+    },
+    "embeddings, LM head, norms: Muon's learning rate": {"optimizer.groups": f"[{QUERIES_AND_KEYS}, {MUON}]"},
+    "QK-norm, and one learning rate of the matrices": {
+        **QWEN3, "model.rope_theta": "100", "optimizer.groups": f"[{MUON}, {OTHERS}]",
+    },
+    "RoPE base of 500,000": {"model.rope_theta": "500000"},
+    "gradient norm clipped at 1": {"training.max_norm": "1"},
+    "Muon's momentum 0.95": {"optimizer.muon_momentum": "0.95"},
+    "Muon's momentum 0.8": {"optimizer.muon_momentum": "0.8"},
+    "warmup of 20 steps": {"schedule.warmup_steps": "20"},
     "decay to 10% instead of 0": {"schedule.min_ratio": "0.1"},
     "cosine instead of linear decay": {"schedule.decay": "cosine"},
     "decay in the last half only": {"schedule.decay_ratio": "0.5"},
-    "warmup of 5 steps": {"schedule.warmup_steps": "5"},
     "no weight decay": {"optimizer.weight_decay": "0"},
-    "embeddings and LM head: Muon's learning rate": {"optimizer.groups": f"[{MUON}]"},
-    "embeddings and LM head: 3 times Muon's": {"optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 3.0}}]'},
     "tied LM head": {"model.tied_head": "true"},
-    "QK-norm": {"model.name": "qwen3", "model.head_dim": "48"},
-}
+}  # fmt: skip
 
 
 def measure_ingredients(runs: int, out: Path) -> None:
@@ -167,12 +181,14 @@ def measure_ingredients(runs: int, out: Path) -> None:
 def batches() -> dict[str, dict[str, str]]:
     """Returns the changes of the batch size that keep the number of tokens."""
     with (ROOT / "train_configs/debug.toml").open("rb") as file:
-        training = tomli.load(file)["training"]
-    size, steps = training["global_batch_size"], training["steps"]
+        recipe = tomli.load(file)
+    size, steps = recipe["training"]["global_batch_size"], recipe["training"]["steps"]
+    batches = recipe["validation"]["batches"]
     return {
         f"{name} batch size": {
             "training.global_batch_size": str(int(size * factor)), "training.steps": str(int(steps / factor)),
             "training.local_batch_size": str(min(8, int(size * factor))),
+            "validation.batches": str(int(batches / factor)),  # the same sequences
         }
         for name, factor in (("half of the", 0.5), ("twice the", 2.0))
     }  # fmt: skip
