@@ -67,7 +67,7 @@ def test_documents_separators_and_prompts_have_distinct_styles(tokens: Path) -> 
 def test_ranks_that_do_not_divide_the_batch_are_refused(tokens: Path) -> None:
     recipe = load(PretrainRecipe, DEBUG, {})
     for rank, ranks in ((0, 3), (4, 4)):
-        with pytest.raises(UserError, match=rf"--rank {rank} --ranks {ranks}: training\.global_batch_size = 16"):
+        with pytest.raises(UserError, match=rf"--rank {rank} --ranks {ranks}: training\.global_batch_size = 8"):
             inspect_recipe(recipe, step=1, rank=rank, ranks=ranks, limit=1, validation=False, console=Console())
 
 
