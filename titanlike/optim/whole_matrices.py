@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 
 import torch
@@ -15,12 +14,11 @@ from titanlike.distributed import process_group
 from titanlike.utils.dtensor import local_tensor
 
 Slices = tuple[slice, slice]
-BATCH = 2**22  # elements of the matrices that one process computes together: small ones leave cores idle
 
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that are computed at the same time: at most one on each rank, or in one process several of one shape."""
+    """Matrices that are computed at the same time, at most one on each rank."""
 
     indices: list[int]  # of the parameters
     owned: int | None  # which of them this rank computes
@@ -71,13 +69,6 @@ class WholeMatrices:
             range(len(parameters)), key=lambda index: (-parameters[index].numel(), parameters[index].shape, index)
         )
         number, rank = self.num_replicas * self.size, self.replica * self.size + self.rank
-        if number == 1:
-            for shape, group in groupby(order, lambda index: parameters[index].shape):
-                same = list(group)
-                size = max(1, BATCH // shape.numel())
-                for start in range(0, len(same), size):
-                    yield Round(same[start : start + size], 0, shape, [])
-            return
         for start in range(0, len(order), number):
             indices = order[start : start + number]
             owned = rank if rank < len(indices) else None
@@ -106,7 +97,7 @@ class WholeMatrices:
     def apply(self, step: Round, shards: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Returns this rank's shards of `function` of each matrix of the round, which has the same shape as the matrix."""
         if self.num_replicas * self.size == 1:
-            return list(function(torch.stack(list(shards)))) if len(shards) > 1 else [function(shards[0])]
+            return [function(shard) for shard in shards]
         own = shards[self.replica * self.size :][: self.size]  # those of the matrices of this replica
         sent = _flat(own, like=shards[0])
         sizes = [shard.numel() for shard in own] + [0] * (self.size - len(own))
