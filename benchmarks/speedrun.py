@@ -13,6 +13,7 @@ of them. Time is that of the training steps with data wait, without start-up and
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -93,7 +94,7 @@ GPT2_SUBJECTS = {
     "muon": Subject("`train_configs/gpt2_124m_speedrun.toml`: Muon", {}),
 }  # fmt: skip
 MODELS = {
-    "debug": Speedrun("debug", None, 10, DEBUG_SUBJECTS),
+    "debug": Speedrun("debug", None, 5, DEBUG_SUBJECTS),
     "gpt2_124m": Speedrun("gpt2_124m_speedrun", 3.28, 125, GPT2_SUBJECTS),
 }
 
@@ -195,28 +196,29 @@ def batches() -> dict[str, dict[str, str]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Returns the tables of the documentation: medians over the seeds."""
+    """Returns the tables of the documentation: medians over the seeds. A run that does not reach the target counts as longest."""
     lines = [
-        "| | Seconds to the target | Relative | Tokens to the target | Final loss | Steps |",
-        "|---|---|---|---|---|---|",
+        "| | Seconds to the target | Relative | Tokens to the target | Reached by | Final loss | Steps |",
+        "|---|---|---|---|---|---|---|",
     ]
     adamw = {run["seed"]: run for run in found["subjects"]["adamw"]["runs"]}
     targets = {seed: found["target"] or run["curve"][-1][3] for seed, run in adamw.items()}
-    for name, subject in found["subjects"].items():
+    never = (math.inf, math.inf)
+    for subject in found["subjects"].values():
         runs = subject["runs"]
-        reached = {run["seed"]: hit for run in runs if (hit := until(run, targets[run["seed"]]))}
-        seconds, relative, tokens = "not reached", "", ""
-        if len(reached) == len(runs):
-            seconds = f"{statistics.median(hit[1] for hit in reached.values()):.1f}"
-            tokens = f"{statistics.median(hit[0] for hit in reached.values()):,.0f}"
-            # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
-            baseline = {seed: until(adamw[seed], targets[seed]) for seed in reached}
-            ratios = [hit[1] / before[1] for seed, hit in reached.items() if (before := baseline[seed])]
-            relative = f"{statistics.median(ratios):.2f}" if ratios and name != "adamw" else "1" if ratios else ""
+        hits = {run["seed"]: until(run, targets[run["seed"]]) or never for run in runs}
+        tokens, seconds = (statistics.median(values) for values in zip(*hits.values(), strict=True))
+        # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
+        baseline = {seed: until(adamw[seed], targets[seed]) for seed in hits}
+        ratios = [hit[1] / before[1] for seed, hit in hits.items() if (before := baseline[seed])]
+        relative = statistics.median(ratios) if ratios else math.inf
+        cells = ["not reached", "", ""]
+        if seconds < math.inf:
+            cells = [f"{seconds:.1f}", f"{relative:.2f}" if relative < math.inf else "", f"{tokens:,.0f}"]
+        reached = f"{sum(hit is not never for hit in hits.values())} of {len(hits)}"
         final = statistics.median(run["curve"][-1][3] for run in runs)
-        lines.append(
-            f"| {subject['label']} | {seconds} | {relative} | {tokens} | {final:.3f} | {runs[0]['curve'][-1][0]} |"
-        )
+        cells += [reached, f"{final:.3f}", str(runs[0]["curve"][-1][0])]
+        lines.append(f"| {subject['label']} | {' | '.join(cells)} |")
     if "ingredients" in found:
         lines += ["", "| Change | Final loss | Difference |", "|---|---|---|"]
         losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in found["ingredients"].items()}

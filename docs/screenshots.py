@@ -71,7 +71,7 @@ EOF
 # By the name of the file.
 CAPTURES = {
     "training": Capture(
-        "./run_train.sh train_configs/debug.toml --run.name=debug", rows=36, until=r"step +1[0-2]\d/160"
+        "./run_train.sh train_configs/debug.toml --run.name=debug", rows=36, until=r"step +1[0-2]\d/170"
     ),
     "completion": Capture("./run_train.sh train_configs/debug.toml --run.name=short --training.steps=40", rows=48),
     "profile": Capture(
