@@ -4,7 +4,7 @@
     python -m benchmarks.sweep --table benchmarks/results/sweep_cpu.json      prints the table of docs/sweeps.md, draws its figure
 
 Runs `sweep_configs/debug.toml` twice at the same time, in two directories. One of the two sweeps receives SIGKILL while trial 2 and
-while trial 7 trains, and the same command starts it again. `--steps` shortens the trials: the debug recipe has 160 steps.
+while trial 7 trains, and the same command starts it again. `--steps` shortens the trials: the debug recipe has 170 steps.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a JSON file")
-    parser.add_argument("--steps", type=int, default=160, help="steps of each trial (160)")
+    parser.add_argument("--steps", type=int, default=170, help="steps of each trial (170)")
     parser.add_argument("--kill", type=int, nargs="+", default=[2, 7], metavar="TRIAL", help="kill the sweep in these")
     arguments = parser.parse_args()
     if arguments.table:
