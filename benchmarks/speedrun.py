@@ -62,7 +62,7 @@ class Speedrun:
 
 
 DEBUG_SUBJECTS = {
-    "adamw": Subject("AdamW with cosine decay to 10%", OTHER_SETTINGS | {"model.rope_theta": "500000"}),
+    "adamw": Subject("AdamW with cosine decay to 10%", OTHER_SETTINGS),
     "debug": Subject("`train_configs/debug.toml`: Muon", {}),
     "nanochat": Subject(
         "nanochat's optimizers, learning rates and schedule, with QK-norm",
@@ -150,10 +150,8 @@ INGREDIENTS = {
         "optimizer.groups": f"[{QUERIES_AND_KEYS.replace('3.0', '6.0')}, {MUON}, {OTHERS}]"
     },
     "embeddings, LM head, norms: Muon's learning rate": {"optimizer.groups": f"[{QUERIES_AND_KEYS}, {MUON}]"},
-    "QK-norm, and one learning rate of the matrices": {
-        **QWEN3, "model.rope_theta": "100", "optimizer.groups": f"[{MUON}, {OTHERS}]",
-    },
-    "RoPE base of 500,000": {"model.rope_theta": "500000"},
+    "QK-norm, and one learning rate of the matrices": {**QWEN3, "optimizer.groups": f"[{MUON}, {OTHERS}]"},
+    "RoPE base of 100": {"model.rope_theta": "100"},
     "gradient norm clipped at 1": {"training.max_norm": "1"},
     "Muon's momentum 0.95": {"optimizer.muon_momentum": "0.95"},
     "Muon's momentum 0.8": {"optimizer.muon_momentum": "0.8"},

@@ -198,7 +198,7 @@ class LlamaFamilyConfig(TransformerConfig):
 
 # The fields of each published size that differ from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {
-    "debug": dict(rope_theta=100.0),  # wavelengths of its sequences, which have 128 tokens
+    "debug": {},
     "3-8B": dict(
         dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192
     ),
