@@ -160,6 +160,9 @@ INGREDIENTS = {
     "cosine instead of linear decay": {"schedule.decay": "cosine"},
     "decay in the last half only": {"schedule.decay_ratio": "0.5"},
     "no weight decay": {"optimizer.weight_decay": "0"},
+    "60 steps with half of the batch size": {
+        "training.batch_ramp": "[[60, 4]]", "training.local_batch_size": "4", "training.steps": "200",
+    },
     "tied LM head": {"model.tied_head": "true"},
 }  # fmt: skip
 
