@@ -12,6 +12,7 @@ of them. Time is that of the training steps with data wait, without start-up and
 """
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -118,9 +119,18 @@ def train(speedrun: Speedrun, overrides: dict[str, str], seed: int) -> dict[str,
     return {"seed": seed, "curve": curve}
 
 
-def until(run: dict[str, Any], target: float) -> tuple[int, float] | None:
-    """Returns tokens and seconds at the first validation that reached the target, or None."""
-    return next(((tokens, seconds) for _, tokens, seconds, loss in run["curve"] if loss <= target), None)
+def until(run: dict[str, Any], target: float) -> float:
+    """Returns the tokens at the first validation that reached the target, or infinity."""
+    return next((tokens for _, tokens, _, loss in run["curve"] if loss <= target), math.inf)
+
+
+def seconds_per_token(runs: list[dict[str, Any]]) -> float:
+    """Returns the median over the validations of all runs: since the one before."""
+    return statistics.median(
+        (later[2] - earlier[2]) / (later[1] - earlier[1])
+        for run in runs
+        for earlier, later in itertools.pairwise(run["curve"])
+    )
 
 
 def measure(speedrun: Speedrun, names: list[str], runs: int, out: Path) -> None:
@@ -197,26 +207,27 @@ def batches() -> dict[str, dict[str, str]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Returns the tables of the documentation: medians over the seeds. A run that does not reach the target counts as longest."""
+    """Returns the tables of the documentation: medians over the seeds. A run that does not reach the target counts as longest.
+
+    The tokens to the target depend on the seed only. Other load on the machine changes the speed of whole runs by half, so that of a
+    subject is the median over all its runs, between validations."""
     lines = [
         "| | Seconds to the target | Relative | Tokens to the target | Reached by | Final loss | Steps |",
         "|---|---|---|---|---|---|---|",
     ]
     adamw = {run["seed"]: run for run in found["subjects"]["adamw"]["runs"]}
     targets = {seed: found["target"] or run["curve"][-1][3] for seed, run in adamw.items()}
-    never = (math.inf, math.inf)
+    baseline = math.nan
     for subject in found["subjects"].values():
         runs = subject["runs"]
-        hits = {run["seed"]: until(run, targets[run["seed"]]) or never for run in runs}
-        tokens, seconds = (statistics.median(values) for values in zip(*hits.values(), strict=True))
-        # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
-        baseline = {seed: until(adamw[seed], targets[seed]) for seed in hits}
-        ratios = [hit[1] / before[1] for seed, hit in hits.items() if (before := baseline[seed])]
-        relative = statistics.median(ratios) if ratios else math.inf
+        hits = [until(run, targets[run["seed"]]) for run in runs]
+        tokens = statistics.median(hits)
+        seconds = tokens * seconds_per_token(runs)
+        baseline = seconds if runs == list(adamw.values()) else baseline
         cells = ["not reached", "", ""]
         if seconds < math.inf:
-            cells = [f"{seconds:.1f}", f"{relative:.2f}" if relative < math.inf else "", f"{tokens:,.0f}"]
-        reached = f"{sum(hit is not never for hit in hits.values())} of {len(hits)}"
+            cells = [f"{seconds:.1f}", f"{seconds / baseline:.2f}", f"{tokens:,.0f}"]
+        reached = f"{sum(map(math.isfinite, hits))} of {len(hits)}"
         final = statistics.median(run["curve"][-1][3] for run in runs)
         cells += [reached, f"{final:.3f}", str(runs[0]["curve"][-1][0])]
         lines.append(f"| {subject['label']} | {' | '.join(cells)} |")
