@@ -209,8 +209,8 @@ def batches() -> dict[str, dict[str, str]]:
 def table(found: dict[str, Any]) -> str:
     """Returns the tables of the documentation: medians over the seeds. A run that does not reach the target counts as longest.
 
-    The tokens to the target depend on the seed only. Other load on the machine changes the speed of whole runs by half, so that of a
-    subject is the median over all its runs, between validations."""
+    The tokens to the target depend on the seed only. Other load on the machine changes the speed of whole runs by half, so that of
+    a subject is the median over all its runs, between validations."""
     lines = [
         "| | Seconds to the target | Relative | Tokens to the target | Reached by | Final loss | Steps |",
         "|---|---|---|---|---|---|---|",
