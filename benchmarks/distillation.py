@@ -27,6 +27,7 @@ STEPS, TEACHER_STEPS, SEEDS = 400, 240, (0, 1, 2)
 BATCH = dict(global_batch_size=4, local_batch_size=4)
 STUDENT = {"dim": 96, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "ffn_dim": 256}
 VALIDATION = dict(interval=20, batches=32)
+WARMUP_STEPS = 20  # the two recipes differ in it
 
 
 def write_texts(folder: Path) -> dict[str, int]:
@@ -52,6 +53,7 @@ def train(folder: Path, name: str, recipe: str, text: str, steps: int, **section
             source="text", path=str(folder / text), validation_path=str(folder / "validation.txt"), cache=str(folder)
         ),
         "training": dict(steps=steps) | sections.pop("training", {}),
+        "schedule": dict(warmup_steps=WARMUP_STEPS),
         "validation": VALIDATION,
         "sample": dict(tokens=0),
         "metrics": dict(interval=10, trackers=[]),
