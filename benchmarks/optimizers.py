@@ -1,4 +1,4 @@
-"""Memory and validation loss of low-precision optimizers: 200 steps of the debug recipe for each, on a CPU.
+"""Memory and validation loss of low-precision optimizers: 200 steps of AdamW with the debug model for each, on a CPU.
 
     python benchmarks/optimizers.py docs/optimizers.json            # measures, writes the JSON and prints the table
     python benchmarks/optimizers.py docs/optimizers.json --table    # prints the table of an existing JSON
@@ -32,12 +32,16 @@ def measure(changes: dict[str, str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
             "training.steps": "200",
+            "training.global_batch_size": "16",
+            "training.max_norm": "1.0",
             "optimizer.lr": "1.5e-3",
             "optimizer.groups": "[]",
+            "schedule.warmup_steps": "20",
             "schedule.decay": "cosine",
             "schedule.min_ratio": "0.1",
             "run.dir": runs,
             "run.name": "run",
+            "validation.batches": "4",
             "sample.tokens": "0",
             "metrics.trackers": "[]",
         }
