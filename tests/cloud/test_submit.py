@@ -18,7 +18,8 @@ from tests.launching import ROOT
 from titanlike.config import UserError
 
 ARGUMENTS = [
-    "train_configs/debug.toml", "--instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}",
+    "train_configs/debug.toml", "--instances=2", "--training.global_batch_size=16",
+    f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}",
 ]  # fmt: skip
 
 

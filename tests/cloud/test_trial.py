@@ -22,7 +22,7 @@ from titanlike.tools.sweep.results import read_results
 
 RECIPE = str(ROOT / "train_configs/debug.toml")
 ARGUMENTS = ("recipe.toml", "--optimizer.lr=0.02")  # of the job
-OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=2"]
+OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_a_dry_run_prints_the_request_of_a_trial(
     assert sweep(monkeypatch, str(file), "--dry-run", f"--resources.options={options}") == 0
     output = capfd.readouterr().out
     request = json.loads(output[output.index("\n{") :])
-    assert request["ResourceConfig"]["InstanceCount"] == 2
+    assert request["ResourceConfig"]["InstanceCount"] == 1
     assert request["TrainingJobName"].startswith("titanlike-cloud-000-")
     assert not (tmp_path / "runs").exists()
 

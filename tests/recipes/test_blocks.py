@@ -41,6 +41,7 @@ from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known, recipe_types
+from titanlike.tools.small_recipe import fitting_batch
 from titanlike.tools.sweep.config import load_sweep
 
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -144,7 +145,10 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
         keys = {f"parallelism.{key}": value for key, value in layout.items()}
         recipe = load_known(named, command_line.overrides | keys)
         if layout:
-            check_recipe(recipe, math.prod(int(layout[name]) for name in DIMENSIONS))
+            processes = math.prod(int(layout[name]) for name in DIMENSIONS)
+            batch = fitting_batch(vars(recipe.parallelism.resolve(processes)), processes)  # as the command chooses it
+            keys |= {key: str(value) for key, value in batch.items()}
+            check_recipe(load_known(named, command_line.overrides | keys), processes)
         elif words[0] == "launch":
             check_recipe(recipe, arguments.nodes * arguments.gpus_per_node)
         elif words[0] == "plan":

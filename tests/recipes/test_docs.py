@@ -74,7 +74,7 @@ def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
     program, recipe, *options = shlex.split(line, comments=True)[1:]
     done = python(tmp_path, str(ROOT / program), str(ROOT / recipe), *options)
     assert done.returncode == 0, done.stderr
-    assert '"InstanceCount": 2' in done.stdout
+    assert '"InstanceCount": 1' in done.stdout
 
 
 def test_the_code_of_the_checkpoints_page_loads_a_run(

@@ -55,7 +55,7 @@ MISTAKES = [
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
     (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
-    ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data-parallel ranks; use 15 or 18"),
+    ((), {"NPROC": "3"}, "global_batch_size = 8 does not divide over 3 data-parallel ranks; use 6 or 9"),
 ]  # fmt: skip
 
 
