@@ -4,6 +4,7 @@ A test with such a process fails with `Crash`, and `.ci/run` does not run it aga
 """
 
 import functools
+import re
 import signal
 import subprocess
 from typing import Any
@@ -11,6 +12,11 @@ from typing import Any
 SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 MAX_TEXT = 6000  # characters of stderr; the native message precedes the Python stacks of all threads
 FATAL = "Fatal Python error: "  # printed by faulthandler, also in the processes that a process starts
+# The stack of a thread, printed by torch.
+NATIVE = re.compile(
+    r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+: \n(?: ?frame #\d.*\n|<omitting python frames>\n)+\n?", re.MULTILINE
+)
+CRASHED = "FatalSignalHandler::fatalSignalHandler"  # in the stack of the thread that received the signal
 
 
 class Crash(AssertionError):
@@ -31,8 +37,10 @@ def check(what: str, returncode: int | None, errors: str) -> None:
     """Raises `Crash` if the process, or one that it started, died of one of `SIGNALS`."""
     ended = cause(returncode)
     if ended in [number.name for number in SIGNALS] or FATAL in errors:
+        native = "".join(stack for stack in NATIVE.findall(errors) if CRASHED in stack)
+        errors = NATIVE.sub("", errors)
         start = max(0, errors.find(FATAL) - MAX_TEXT // 2)
-        raise Crash(f"{what}: {ended}\n{errors[start : start + MAX_TEXT]}")
+        raise Crash(f"{what}: {ended}\n{native}{errors[start : start + MAX_TEXT]}")
 
 
 def check_all_processes() -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import signal
 import sys
 import traceback
 from datetime import timedelta
@@ -16,6 +17,9 @@ import torch.distributed as dist
 def serve(rank: int, world_size: int, port: int) -> None:
     """Runs the functions received on standard input, a socket, until the test closes it."""
     pipe = Connection(os.dup(0))
+    # Native stacks, ahead of faulthandler's: a thread of torch or gloo that crashes has no Python stack.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # not fatal
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world_size, timeout=timedelta(seconds=120)

@@ -1,5 +1,6 @@
 """A process that dies of a signal that nobody sent fails its test with the stack, and CI does not run that test again."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -30,6 +31,23 @@ def test_a_rank_that_crashes_is_reported_with_its_stack(ranks: Ranks) -> None:
         ranks(1).run(_die_of, signal.SIGKILL)
     assert not isinstance(killed.value, Crash)
     assert ranks(1).run(os.getpid)
+
+
+def _die_in_a_native_thread() -> None:
+    library = ctypes.CDLL(None)
+    thread = ctypes.c_ulong()
+    library.pthread_create(
+        ctypes.byref(thread), None, ctypes.cast(library.strlen, ctypes.c_void_p), ctypes.c_void_p(16)
+    )
+    library.pthread_join(thread, None)
+
+
+def test_the_native_stack_of_the_thread_that_crashes_is_reported(ranks: Ranks) -> None:
+    with pytest.raises(Crash, match=r"rank 0 of 1: SIGSEGV\nSIGSEGV.*: \n frame #0:") as error:
+        ranks(1).run(_die_in_a_native_thread)
+    message = str(error.value)
+    assert message.count("frame #0:") == 1  # not those of the threads that wait
+    assert "in _die_in_a_native_thread" in message
 
 
 @pytest.mark.parametrize("started", [Forked, subprocess.Popen])
