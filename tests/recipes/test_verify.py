@@ -99,7 +99,7 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1
-    assert done.stdout.endswith("\nNOT equal: loss, gradient norm, weights\n")
+    assert done.stdout.endswith("\nNOT equal: loss, gradient norm\n")  # both runs clip their gradients to the same norm
 
 
 @pytest.mark.parametrize(
