@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
+from titanlike.distributed import process_group
 from titanlike.distributed.autograd_collectives import (
     all_gather,
     all_reduce,
@@ -1208,8 +1209,14 @@ def moments_of_another_parameter(planted: bool) -> Functions:
 
 @functools.cache
 def mesh_of(layout: str) -> DeviceMesh:
+    """Builds a mesh with the groups that all meshes of a process share: other tests run in the processes of a pool."""
     sizes = parse_mesh(layout)
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    groups = [
+        process_group.subgroup(grid.movedim(dimension, -1).reshape(-1, size).tolist())
+        for dimension, size in enumerate(sizes.values())
+    ]
+    return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=tuple(sizes))
 
 
 def rank_record(name: str, planted: bool) -> Record:
