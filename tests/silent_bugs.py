@@ -30,7 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
-from titanlike.distributed import process_group
 from titanlike.distributed.autograd_collectives import (
     all_gather,
     all_reduce,
@@ -39,6 +38,7 @@ from titanlike.distributed.autograd_collectives import (
     reduce_scatter,
     split,
 )
+from titanlike.parallelisms.mesh import group_along
 from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.verify.comparison import Record
 from titanlike.tools.verify.module import Report, compare_records
@@ -1212,10 +1212,7 @@ def mesh_of(layout: str) -> DeviceMesh:
     """Builds a mesh with the groups that all meshes of a process share: other tests run in the processes of a pool."""
     sizes = parse_mesh(layout)
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    groups = [
-        process_group.subgroup(grid.movedim(dimension, -1).reshape(-1, size).tolist())
-        for dimension, size in enumerate(sizes.values())
-    ]
+    groups = [group_along(grid, dimension, name) for dimension, name in enumerate(sizes)]
     return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=tuple(sizes))
 
 

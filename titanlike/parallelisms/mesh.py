@@ -91,15 +91,15 @@ def build_mesh(
             f"there are {dist.get_world_size()} processes"
         )
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
-    groups = [_group_along(grid, dimension, name) for dimension, name in enumerate(names)]
+    groups = [group_along(grid, dimension, name) for dimension, name in enumerate(names)]
     mesh: Any = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
-    context_group = _group_along(grid.view(-1, context, tensor), 1, "context")
+    context_group = group_along(grid.view(-1, context, tensor), 1, "context")
     expert_meshes: dict[str, DeviceMesh] = {}
     if expert > 1:
         if shard * context % expert:
             raise UserError(f"expert = {expert} does not divide shard x context = {shard * context}")
         expert_grid = grid.view(pipeline, replicate, -1, expert, tensor)
-        new = [_group_along(expert_grid, dimension, name) for dimension, name in ((2, "expert_shard"), (3, "expert"))]
+        new = [group_along(expert_grid, dimension, name) for dimension, name in ((2, "expert_shard"), (3, "expert"))]
         experts: Any = DeviceMesh.from_group(
             [*groups[:2], *new, groups[3]],
             device_type,
@@ -122,6 +122,6 @@ def build_mesh(
     )
 
 
-def _group_along(grid: Tensor, dimension: int, name: str) -> dist.ProcessGroup:
+def group_along(grid: Tensor, dimension: int, name: str) -> dist.ProcessGroup:
     """Returns this rank's process group along a dimension of the grid."""
-    return process_group.subgroup(grid.movedim(dimension, -1).flatten(0, -2).tolist(), name)
+    return process_group.subgroup(grid.movedim(dimension, -1).reshape(-1, grid.size(dimension)).tolist(), name)
