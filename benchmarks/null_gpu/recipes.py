@@ -79,7 +79,7 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
     if isinstance(recipe, DistillRecipe):
         arguments.append(f"--distillation.teacher={RANDOM}")
     if isinstance(recipe, DpoRecipe):
-        arguments[0] = "--data.source=synthetic_preference"
+        arguments[:1] = ["--data.source=synthetic_preference", "--data.path="]
     arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in overridden]
     with tempfile.TemporaryDirectory() as folder:
         program = [str(program_of(path)), str(path), *arguments, f"--run.dir={folder}", "--run.name=run"]

@@ -106,6 +106,9 @@ class MemoryWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self.parameters[name].dtype
 
+    def fingerprint(self) -> str:
+        return "memory"
+
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
         slices = zip(shard_range.offset, shard_range.shape, strict=True)
         target.copy_(self.parameters[name].data[tuple(slice(start, start + size) for start, size in slices)])

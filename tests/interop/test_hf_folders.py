@@ -454,6 +454,8 @@ class Random(Weights):
         return torch.float32
     def fill(self, name, target, shard_range):
         target.normal_()
+    def fingerprint(self):
+        return "random"
 
 
 source, out = map(Path, sys.argv[1:])

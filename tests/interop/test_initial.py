@@ -12,9 +12,12 @@ from tests.interop.models import CONFIGS, export_model, model_of
 from tests.pool import Pool
 from tests.training import tiny, train, train_on_rank
 from titanlike.config import UserError
-from titanlike.config.sections import Parallelism
+from titanlike.config.dpo import DpoRecipe, PreferenceData
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.interop.weights import open_weights
 from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.run_dir import run_metadata
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {
@@ -33,6 +36,40 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
         folder, name, training=dict(steps=1), optimizer=dict(lr=1e-12), schedule=dict(warmup_steps=0, decay="none"),
         validation=dict(interval=0), **sections,
     )  # fmt: skip
+
+
+def test_frozen_weights_are_identified_by_their_content(alone: None, tmp_path: Path) -> None:
+    """Wherever the folder is, and of whatever kind."""
+    config = replace(CONFIGS["Llama 3.2"], vocab_size=304)
+
+    def found(folder: Path) -> dict[str, str]:
+        recipe = DpoRecipe(model=config, checkpoint=Checkpoint(initial=str(folder)))
+        return run_metadata(recipe, "", "", {}, torch.device("cpu")).weights
+
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        export_model(model_of(config, seed), config, tmp_path / name)
+        recipe = recipe_from(tmp_path, tmp_path / name, f"run_{name}", model=config)
+        train_on_rank(recipe)
+    for prefix in ("", "run_"):
+        one, same, other = (found(tmp_path / f"{prefix}{name}") for name in ("one", "same", "other"))
+        assert one == same and one.keys() == other.keys() == {"checkpoint.initial"} and one != other
+    assert found(tmp_path / "one") != found(tmp_path / "run_one")
+    adapters = DpoRecipe(lora=Lora(rank=4), checkpoint=Checkpoint(initial=str(tmp_path / "one")))
+    assert run_metadata(adapters, "", "", {}, torch.device("cpu")).weights == {}  # its checkpoint has them
+
+
+def test_a_resumed_run_does_without_the_weights_it_started_from(tmp_path: Path) -> None:
+    recipe = recipe_from(tmp_path, tmp_path / "gone", "run")
+    with pytest.raises(UserError, match="is not a folder"):
+        check_machine(recipe)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    check_machine(recipe)
+    with pytest.raises(UserError, match="is not a folder"):
+        check_machine(
+            DpoRecipe(run=recipe.run, checkpoint=recipe.checkpoint, data=PreferenceData(source="synthetic_preference"))
+        )
 
 
 @pytest.mark.parametrize(

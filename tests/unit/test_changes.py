@@ -7,6 +7,9 @@ import pytest
 
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.distill import DistillRecipe
+from titanlike.config.dpo import DpoRecipe
+from titanlike.config.finetune import FinetuneRecipe, Lora
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 
@@ -31,6 +34,59 @@ def test_other_data_to_validate_on_may_return_held_out_sequences_to_training() -
     assert changed("data", nothing, nothing | {"validation_path": "val"}) == []
     stream = {"source": "stream", "path": "x"}
     assert changed("data", stream, stream | {"validation_path": "val"}) == []
+
+
+def test_other_weights_to_start_from_are_refused() -> None:
+    with pytest.raises(UserError, match=r'checkpoint.initial was "a", now "b"\. Restore these values'):
+        changed("checkpoint", {"initial": "a"}, {"initial": "b"})
+    allowed = {"initial": "", "allow_changed": ("checkpoint.initial",)}
+    assert changed("checkpoint", {"initial": "a"}, allowed) == ['checkpoint.initial was "a", now ""']
+
+
+def test_a_change_that_the_checkpoint_cannot_have_is_not_to_be_allowed() -> None:
+    for section, values, is_allowed in (
+        ("model", {"norm_eps": 1e-3}, True), ("model", {"num_layers": 3}, False), ("optimizer", {"lr": 1e-3}, True),
+        ("optimizer", {"state_dtype": "8bit"}, False),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="Restore these values to resume") as error:
+            changed(section, {}, values)
+        assert ("allow_changed" in str(error.value)) == is_allowed
+    lora = [FinetuneRecipe(lora=Lora(rank=rank)) for rank in (4, 8)]
+    with pytest.raises(UserError, match=r"lora.rank was 4, now 8.*start a new run$"):
+        check_resume(*(CheckpointMetadata(10, recipe_as_json(recipe)) for recipe in lora), lora[1])
+
+
+@pytest.mark.parametrize("recipe", [DpoRecipe(), DistillRecipe()])
+def test_a_frozen_model_with_other_weights_is_refused_and_may_be_moved(recipe: DpoRecipe | DistillRecipe) -> None:
+    (key,) = recipe.frozen_weights
+    section, name = key.split(".")
+
+    def resumed(path: str, weights: str, allow_changed: tuple[str, ...] = ()) -> list[str]:
+        recipes = [
+            replace(recipe, **{section: replace(getattr(recipe, section), **{name: each})}) for each in ("a", path)
+        ]
+        allowed = replace(recipes[1].checkpoint, allow_changed=allow_changed)
+        recipes[1] = replace(recipes[1], checkpoint=allowed)
+        versions = ({key: each} for each in ("one", weights))
+        saved, now = (
+            CheckpointMetadata(10, recipe_as_json(each), weights=version)
+            for each, version in zip(recipes, versions, strict=True)
+        )
+        return check_resume(saved, now, recipes[1])
+
+    assert resumed("a", "one") == resumed("moved/a", "one") == []
+    with pytest.raises(UserError, match=f'{key} = "a" had the weights one, now other'):
+        resumed("a", "other")
+    with pytest.raises(UserError, match=f'{key} was "a", now "b"'):
+        resumed("b", "other")
+    assert resumed("a", "other", (key,)) == [f'{key} = "a" had the weights one, now other']
+
+
+def test_a_change_of_the_program_is_reported() -> None:
+    recipe = PretrainRecipe()
+    saved, now = (CheckpointMetadata(10, recipe_as_json(recipe), program=each) for each in ("one", "other"))
+    assert check_resume(saved, now, recipe) == ["the program pretrain.py has changed"]
+    assert check_resume(replace(saved, program=""), now, recipe) == []  # of an earlier version
 
 
 @pytest.mark.parametrize(("key", "value"), [("expert", 2), ("gradient_sync", "last_microbatch"), ("cpu_offload", True)])

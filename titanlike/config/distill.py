@@ -78,6 +78,11 @@ class DistillRecipe(FinetuneRecipe):
         of_teacher = {"distillation.teacher": (self.distillation.teacher, self.teacher)} if read else {}
         return super().initial_weights | of_teacher
 
+    @property
+    def frozen_weights(self) -> tuple[str, ...]:
+        """The keys of `initial_weights` whose files a resumed run needs again: those of the teacher."""
+        return ("distillation.teacher",)
+
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between sections."""
         yield from super().problems()

@@ -18,10 +18,7 @@ class PreferenceData(ChatData):
     """`preference`: pairs of a chosen and a rejected answer, in JSON lines or Parquet. `synthetic_preference`: generated questions
     about sums, with a right and a wrong answer."""
 
-    @property
-    def reads_paths(self) -> bool:
-        """Whether the source reads files that the recipe names."""
-        return self.source == "preference"
+    path_sources: ClassVar[tuple[str, ...]] = ("preference",)
 
 
 @section
@@ -93,8 +90,8 @@ class DpoRecipe(FinetuneRecipe):
         return super().flops_per_token + (forward if self.reference in ("adapter_off", "model") else 0)
 
     @property
-    def fixed_keys(self) -> tuple[str, ...]:
-        """Keys that a resume must not change, although their section may change."""
+    def frozen_weights(self) -> tuple[str, ...]:
+        """The keys of `initial_weights` whose files a resumed run needs again: those of the reference model."""
         return ("checkpoint.initial",) if self.reference in ("model", "precomputed") else ()
 
     def problems(self) -> Iterator[str]:

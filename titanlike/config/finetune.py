@@ -32,15 +32,12 @@ class ChatData(Data):
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it. Of a preference
     pair, this is the length of both conversations, of which the longer one is truncated first."""
 
+    path_sources: ClassVar[tuple[str, ...]] = ("chat", *Data.path_sources)
+
     @property
     def has_chats(self) -> bool:
         """Whether the data are conversations."""
         return is_chat_source(self.source)
-
-    @property
-    def reads_paths(self) -> bool:
-        """Whether the source reads files that the recipe names."""
-        return self.source == "chat" or super().reads_paths
 
     @property
     def masks_documents(self) -> str:

@@ -138,10 +138,16 @@ class Data:
     workers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Threads that read a `stream`. The number does not change the batches."""
 
+    path_sources: ClassVar[tuple[str, ...]] = (
+        "text",
+        "shards",
+        "stream",
+    )  # those that read files that the recipe names
+
     @property
     def reads_paths(self) -> bool:
         """Whether the source reads files that the recipe names."""
-        return self.source in ("text", "shards", "stream")
+        return self.source in self.path_sources
 
     @property
     def masks_documents(self) -> str:
@@ -156,8 +162,12 @@ class Data:
         """Yields a sentence for each contradiction among the keys."""
         if self.holdout_every == 1:
             yield "data.holdout_every = 1 holds out every sequence; use 2 or more, or 0 to hold out none"
-        if self.mixture and not self.reads_paths:
-            yield f"data.mixture is set, but data.source = '{self.source}' reads no paths; set data.source = 'shards'"
+        # Random tokens replace the files of a recipe in a benchmark.
+        if (self.path or self.mixture) and not self.reads_paths and self.source != "synthetic":
+            is_set = "data.mixture is set" if self.mixture else f"data.path = {self.path!r}"
+            *others, last = map(repr, self.path_sources)
+            sources = f"{', '.join(others)} or {last}" if others else last
+            yield f"{is_set}, but data.source = '{self.source}' reads no files; set data.source = {sources}, or remove it"
         if self.reads_paths and not self.path and not self.mixture:
             yield f"data.source = '{self.source}' requires data.path, which is empty; set it, or data.mixture"
         if "" in self.mixture:
@@ -630,6 +640,11 @@ class PretrainRecipe:
     def initial_weights(self) -> dict[str, tuple[str, TransformerConfig]]:
         """The models whose weights are read, by the key that names the files. A program's own recipe type adds its own."""
         return {"checkpoint.initial": (self.checkpoint.initial, self.model)} if self.checkpoint.initial else {}
+
+    @property
+    def frozen_weights(self) -> tuple[str, ...]:
+        """The keys of `initial_weights` whose files a resumed run needs again: those of a model that is not trained."""
+        return ()
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between sections that only this program has. A program's own recipe type adds

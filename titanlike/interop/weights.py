@@ -5,11 +5,14 @@ rows and the experts that it holds.
 """
 
 import fnmatch
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import tomli
 import torch
 from torch import Tensor, nn
@@ -33,8 +36,10 @@ from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
 
 LM_HEAD = "lm_head.weight"
+NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 # Buffers that some versions of transformers saved and that the model computes.
 COMPUTED = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+NUM_SAMPLES, SAMPLE_SIZE = 256, 4096  # blocks of a folder that its fingerprint covers, and bytes in a block
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -53,6 +58,10 @@ class Weights(ABC):
     @abstractmethod
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
         """Copies a shard of a parameter into `target`, and converts it to the precision of `target`."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identifies the content of the files, wherever they are. Reads a bounded number of bytes."""
 
     def read(self, name: str, shard_range: ShardRange) -> Tensor:
         """Returns a shard of a parameter."""
@@ -75,6 +84,18 @@ def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (
             raise UserError(f"{path} is a Hugging Face folder, which has no steps; omit --step")
         return HFWeights(path, verify_share)
     return CheckpointWeights(*_find_checkpoint(path, step), verify_share)
+
+
+def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
+    """Returns the fingerprints of several weights, by the keys of their paths. Rank 0 reads them for all ranks."""
+    found: dict[str, str] = {}
+
+    def read() -> None:
+        for key, path in paths.items():
+            found[key] = open_weights(Path(path), verify_share=NO_SHARE).fingerprint()
+
+    process_group.run_on_main(read)
+    return process_group.broadcast_object(found)
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
@@ -149,6 +170,15 @@ class HFWeights(Weights):
         if self.config.tied_head and self._head in self._found:
             self._check_tied_head(*verify_share)
 
+    def fingerprint(self) -> str:
+        files = [LocalFile(file) for file in tensor_files(Path(self.path))]
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{Path(str(file)).name} {file.size()}\n".encode())
+            for start in np.linspace(0, max(file.size() - SAMPLE_SIZE, 0), -(-NUM_SAMPLES // len(files))).astype(int):
+                digest.update(file.read(int(start), SAMPLE_SIZE).data)
+        return digest.hexdigest()[:16]
+
     def _check(self) -> None:
         """Raises `UserError` unless the folder has exactly the tensors of the model."""
         # Folders of a base model lack the prefix of the model with a head.
@@ -212,7 +242,7 @@ class CheckpointWeights(Weights):
 
     def __init__(self, location: store.Store, step: int, verify_share: tuple[int, int]) -> None:
         self.path = f"{location}/{store.name_of(step)}"
-        files = loader.read_manifest(location, step)
+        self._files = files = loader.read_manifest(location, step)
         rank, num_ranks = verify_share
         for name in sorted(files)[rank::num_ranks]:
             verify_file(location.open(step, name), files[name], content=True)
@@ -233,6 +263,10 @@ class CheckpointWeights(Weights):
 
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[f"model.{name}"].dtype
+
+    def fingerprint(self) -> str:
+        hashes = [[name, digest.sha256] for name, digest in sorted(self._files.items()) if name != store.STATE]
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
 
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
         values = self._read(name, shard_range)

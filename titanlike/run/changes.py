@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ FREE_SECTIONS = {
     "metrics",
     "profiling",
 }
+FIXED_KEYS = ("run.seed", "checkpoint.initial")  # keys of these sections that may not
 # Keys of other sections that may change. The location of the data is irrelevant: its fingerprint is compared.
 FREE_KEYS = {
     "training.local_batch_size", "training.loss_chunk", "training.non_finite", "training.skip_limit",
@@ -35,6 +37,8 @@ FREE_KEYS = {
     "data.chat_template", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
+# Keys that decide what a checkpoint contains, as those of the model do.
+TENSOR_KEYS = {"lora.rank", "lora.layers", "optimizer.state_dtype"}
 # Keys that may change if the batches of the steps taken do not.
 BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}
 # Free keys that change rounding: the resumed run is not bit-exact.
@@ -52,6 +56,12 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     """
     before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
     differences = _differences(before, now.recipe)
+    for key, after in now.weights.items():
+        if saved.weights.get(key) == after:
+            differences.pop(key, None)  # the folder has moved
+        elif key in saved.weights:
+            path = json.dumps(recipe.initial_weights[key][0])
+            differences.setdefault(key, f"{key} = {path} had the weights {saved.weights[key]}, now {after}")
     if not saved.step:  # weights alone
         differences = {key: line for key, line in differences.items() if key.startswith("model.")}
     run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
@@ -69,23 +79,21 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
         differences = {key: line for key, line in differences.items() if key not in BATCH_SIZE_KEYS}
     if _same_held_out(before, recipe):
         differences.pop("data.validation_path", None)
-    fixed = ("run.seed", *getattr(recipe, "fixed_keys", ()))
     changed = {
         key: line
         for key, line in differences.items()
-        if key in fixed or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
+        if key in FIXED_KEYS or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
     }
     refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow_changed}
     if refused and refused.keys() <= scheduled:
         raise UserError(
             f"{run}, but {problem} ({'; '.join(refused.values())}); restore these values, resume from an earlier step with "
-            f"--checkpoint.resume_from, {or_new_run}; to resume with the changes: "
-            f"--checkpoint.allow_changed='{json.dumps(list(refused))}'"
+            f"--checkpoint.resume_from, {or_new_run}{_allowing(refused)}"
         )
     if refused:
         raise UserError(
             f"{run} that was trained with another recipe: {'; '.join(refused.values())}. Restore these values to resume, "
-            f"{or_new_run}; to resume with the changes: --checkpoint.allow_changed='{json.dumps(list(refused))}'"
+            f"{or_new_run}{_allowing(refused) if _same_tensors(before, recipe, refused) else ''}"
         )
     if saved.tokenizer not in ("", now.tokenizer):
         raise UserError(
@@ -100,11 +108,30 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
     if saved.imported:
         return [*inexact, f"imported from {saved.imported}"]
+    if saved.program not in ("", now.program):
+        inexact.append(f"the program {Path(recipe.recipe).stem}.py has changed")
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
     inexact += _differences(machine_before, machine_now).values()
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:
         inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
     return inexact
+
+
+def _allowing(refused: Collection[str]) -> str:
+    """Returns the advice to allow refused changes."""
+    return f"; to resume with the changes: --checkpoint.allow_changed='{json.dumps(list(refused))}'"
+
+
+def _same_tensors(before: dict[str, Any], recipe: PretrainRecipe, changed: Collection[str]) -> bool:
+    """Whether a checkpoint has the tensors that the recipe needs, after changes of these keys."""
+    if TENSOR_KEYS & set(changed):
+        return False
+    try:
+        model = validate(type(recipe.model), before["model"])
+    except ValueError:  # another architecture
+        return False
+    shapes, needed = ({name: spec.shape for name, spec in one.parameters().items()} for one in (model, recipe.model))
+    return shapes == needed
 
 
 def _learning_rate_problem(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int) -> str:

@@ -1,10 +1,15 @@
 """What options that few recipes have do not support. Does not import torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from titanlike.config import PretrainRecipe
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.layout import SCHEDULES
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
+from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import all_configs
 
 
 def group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> Iterator[str]:
@@ -81,10 +86,66 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
         )
 
 
-def multi_token_problem(recipe: PretrainRecipe) -> str:
-    """Returns why multi-token prediction does not support pipelines."""
-    return (
-        f"parallelism.pipeline = {recipe.parallelism.pipeline}: model.num_mtp_layers = {recipe.model.num_mtp_layers} embeds "
-        "further tokens after the last block, but the embedding is in the first stage; use parallelism.shard, tensor, context or "
-        "expert instead, or num_mtp_layers = 0"
-    )
+def pipeline_problems(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a sentence for the first thing that is wrong with the pipeline stages, whatever the batch."""
+    parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
+    pipeline, name, split = parallelism.pipeline, parallelism.pipeline_schedule, parallelism.pipeline_split
+    if mtp := recipe.model.num_mtp_layers:
+        yield (
+            f"parallelism.pipeline = {pipeline}: model.num_mtp_layers = {mtp} embeds further tokens after the last block, but the "
+            "embedding is in the first stage; use parallelism.shard, tensor, context or expert instead, or num_mtp_layers = 0"
+        )
+        return
+    schedule = SCHEDULES[name]
+    per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank
+    num_stages = per_rank * pipeline
+    if schedule.fixed and per_rank != schedule.stages_per_rank:
+        yield (
+            f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
+            f"use {schedule.stages_per_rank}"
+            + (", or another schedule such as 'interleaved_1f1b'" if num_stages <= num_layers else "")
+        )
+    elif parallelism.pipeline_stages and num_stages > num_layers:
+        fitting = num_layers // pipeline
+        yield (
+            f"parallelism.pipeline_stages x pipeline = {per_rank} x {pipeline} = {num_stages}, but model.num_layers = "
+            f"{num_layers}; " + (f"use pipeline_stages = {fitting} or less" if fitting else "reduce pipeline")
+        )
+    elif not split and num_stages > num_layers:
+        yield (
+            f"parallelism.pipeline = {pipeline} makes {num_stages} stages with the schedule '{name}', but "
+            f"model.num_layers = {num_layers}; use {max(num_layers // per_rank, 1)} or less"
+        )
+    elif split and sum(split) != num_layers:
+        yield (
+            f"parallelism.pipeline_split = {list(split)} has {sum(split)} blocks, but model.num_layers = {num_layers}; "
+            "make them equal, or remove pipeline_split"
+        )
+    elif schedule.splits_backward and (recipe.activation_checkpoint.mode, recipe.compile.mode) == ("selective", "none"):
+        yield (
+            f"parallelism.pipeline_schedule = '{name}' runs two backward passes through a block, and activation_checkpoint.mode "
+            "= 'selective' supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'"
+        )
+
+
+def initial_weights_problems(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a sentence for weights to start from that do not exist, or are a Hugging Face folder of another model."""
+    checkpoints = Path(recipe.run.dir, recipe.run.name, "checkpoints")
+    resumes = recipe.run.name != "" and any(checkpoints.glob("step-*/manifest.json"))
+    for key, (path, model) in recipe.initial_weights.items():
+        is_read = not resumes or key in recipe.frozen_weights
+        if is_read and "://" not in path:
+            yield from _weights(key, path, model, recipe.checkpoint.allow_changed)
+
+
+def _weights(key: str, path: str, model: TransformerConfig, allow_changed: Sequence[str]) -> list[str]:
+    if not Path(path).is_dir():
+        return [f"{key} = {path!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
+    if not is_hf_folder(Path(path)):
+        return []
+    try:
+        tensor_files(Path(path))
+        found = read_config(Path(path), (*all_configs(), type(model)))
+    except UserError as problem:
+        return [f"{key}: {problem}"]
+    return config_problems(path, found, model, allow_changed, key=key)

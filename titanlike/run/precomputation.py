@@ -13,13 +13,10 @@ from torch import Tensor
 from titanlike.config import UserError
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
-from titanlike.data.documents.files import local_file, versions_of
 from titanlike.distributed import process_group
-from titanlike.interop.weights import open_weights
+from titanlike.interop.weights import NO_SHARE, open_weights
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.utils.file_lock import FileLock, LockHeld
-
-NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 
 
 def batches_in_order(
@@ -94,11 +91,7 @@ def written_once(path: Path) -> Iterator[bool]:
 
 
 def version_of_weights(initial: str, seed: int) -> list[Any]:
-    """Returns what differs after a change of the files of weights, or of the seed of random ones."""
+    """Returns what differs after a change of the weights, or of the seed of random ones."""
     if not initial:
         return ["random", seed]
-    path = str(open_weights(Path(initial), verify_share=NO_SHARE).path)
-    if "://" in path:
-        raise UserError(f"{initial}: its weights are at {path}; copy them to this machine")
-    folder = Path(path)
-    return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])
+    return [open_weights(Path(initial), verify_share=NO_SHARE).fingerprint()]

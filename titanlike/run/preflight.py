@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import entry_points
@@ -18,8 +18,6 @@ from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import all_configs
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -54,11 +52,17 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
         *_data_files(recipe),
         *evaluation_files(recipe.evaluation),
         *_trackers(recipe),
-        *_initial_weights(recipe),
+        *(_weights(recipe) if recipe.initial_weights else ()),
         *_directories(recipe),
     ]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _weights(recipe: PretrainRecipe) -> Iterator[str]:
+    from titanlike.run.option_problems import initial_weights_problems
+
+    return initial_weights_problems(recipe)
 
 
 def _errors(prefix: str, function: Callable[..., object], *arguments: object) -> list[str]:
@@ -278,46 +282,10 @@ def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
 
 
 def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
-    """The first thing that is wrong with the pipeline stages, whatever the batch."""
-    parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
-    pipeline, name, split = parallelism.pipeline, parallelism.pipeline_schedule, parallelism.pipeline_split
-    if pipeline == 1 or any(parallelism.problems()):
-        return
-    if recipe.model.num_mtp_layers:
-        from titanlike.run.option_problems import multi_token_problem
+    if recipe.parallelism.pipeline > 1 and not any(recipe.parallelism.problems()):
+        from titanlike.run.option_problems import pipeline_problems
 
-        yield multi_token_problem(recipe)
-        return
-    schedule = SCHEDULES[name]
-    per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank
-    num_stages = per_rank * pipeline
-    if schedule.fixed and per_rank != schedule.stages_per_rank:
-        yield (
-            f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
-            f"use {schedule.stages_per_rank}"
-            + (", or another schedule such as 'interleaved_1f1b'" if num_stages <= num_layers else "")
-        )
-    elif parallelism.pipeline_stages and num_stages > num_layers:
-        fitting = num_layers // pipeline
-        yield (
-            f"parallelism.pipeline_stages x pipeline = {per_rank} x {pipeline} = {num_stages}, but model.num_layers = "
-            f"{num_layers}; " + (f"use pipeline_stages = {fitting} or less" if fitting else "reduce pipeline")
-        )
-    elif not split and num_stages > num_layers:
-        yield (
-            f"parallelism.pipeline = {pipeline} makes {num_stages} stages with the schedule '{name}', but "
-            f"model.num_layers = {num_layers}; use {max(num_layers // per_rank, 1)} or less"
-        )
-    elif split and sum(split) != num_layers:
-        yield (
-            f"parallelism.pipeline_split = {list(split)} has {sum(split)} blocks, but model.num_layers = {num_layers}; "
-            "make them equal, or remove pipeline_split"
-        )
-    elif schedule.splits_backward and (recipe.activation_checkpoint.mode, recipe.compile.mode) == ("selective", "none"):
-        yield (
-            f"parallelism.pipeline_schedule = '{name}' runs two backward passes through a block, and activation_checkpoint.mode "
-            "= 'selective' supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'"
-        )
+        yield from pipeline_problems(recipe)
 
 
 def _float8(recipe: PretrainRecipe) -> Iterator[str]:
@@ -535,28 +503,6 @@ def _trackers(recipe: PretrainRecipe) -> Iterator[str]:
             fsspec.core.url_to_fs(directory)
         except (ImportError, ValueError) as error:
             yield f"metrics.tensorboard_dir = {directory!r}: {error}"
-
-
-def _initial_weights(recipe: PretrainRecipe) -> Iterator[str]:
-    """Whether the weights to start from exist, and, if they are a Hugging Face folder, are those of the recipe's model."""
-    for key, (path, model) in recipe.initial_weights.items():
-        if "://" not in path:
-            yield from _weights(key, path, model, recipe.checkpoint.allow_changed)
-
-
-def _weights(key: str, path: str, model: TransformerConfig, allow_changed: Sequence[str]) -> list[str]:
-    if not Path(path).is_dir():
-        return [f"{key} = {path!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
-    from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
-
-    if not is_hf_folder(Path(path)):
-        return []
-    try:
-        tensor_files(Path(path))
-        found = read_config(Path(path), (*all_configs(), type(model)))
-    except UserError as problem:
-        return [f"{key}: {problem}"]
-    return config_problems(path, found, model, allow_changed, key=key)
 
 
 def _directories(recipe: PretrainRecipe) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The directory of a run: its recipe, environment, metrics, lock and checkpoints."""
 
+import hashlib
 import json
 import math
 import platform
@@ -22,7 +23,7 @@ from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
-from titanlike.config.shipped import train_command
+from titanlike.config.shipped import PROGRAMS, train_command
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
@@ -297,15 +298,29 @@ def run_metadata(
     recipe: PretrainRecipe, data: str, tokenizer: str, layout: dict[str, int], device: torch.device
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint of this run at step 0. `data` and `tokenizer` are fingerprints."""
+    frozen = {key: path for key, (path, _) in recipe.initial_weights.items() if key in recipe.frozen_weights}
+    if frozen:
+        from titanlike.interop.weights import fingerprints
+
+        frozen = fingerprints(frozen)
     return CheckpointMetadata(
         step=0,
         recipe=recipe_as_json(recipe),
+        program=_program_hash(recipe),
         data=data,
         tokenizer=tokenizer,
+        weights=frozen,
         layout=layout,
         machine=machine_metadata(device),
         versions=versions(),
     )
+
+
+def _program_hash(recipe: PretrainRecipe) -> str:
+    """Returns a hash of the file of the program, or "" if there is none."""
+    path = Path(recipe.recipe)
+    path = path if path.suffix == ".py" else PROGRAMS / f"{path.name}.py"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def recipe_as_json(recipe: PretrainRecipe) -> dict[str, Any]:

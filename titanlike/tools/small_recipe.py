@@ -95,7 +95,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "metrics.prometheus": "",
     }
     if has_pairs:
-        changes["data.source"] = "synthetic_preference"
+        changes |= {"data.source": "synthetic_preference", "data.path": "", "data.mixture": [], "data.weights": []}
     changes |= {"seq2seq.target_len": 0, "seq2seq.source_prefix": "", "mlm.mask_token": ""}
     if "lora" in values:
         changes["lora.layers"] = _present(values["lora"].get("layers", []), changes["model.num_layers"])
