@@ -1,5 +1,6 @@
 """`./run_train.sh` with real processes and launchers: output, exit codes and files."""
 
+import fcntl
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -215,6 +217,48 @@ def test_ctrl_c_prints_the_command_to_resume(tmp_path: Path, processes: int) -> 
     assert output.endswith(f"stopped by SIGINT; to resume from step {step}: titanlike train runs/r/recipe.toml\n")
     assert max(losses(tmp_path / "runs/r")) == step
     assert errors == "\nstopping after this step or the next; press Ctrl-C again to exit at once\n"
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_pipe_that_nobody_reads_any_more_stops_a_run_that_saves(tmp_path: Path, processes: int) -> None:
+    """As in `./run_train.sh | head`."""
+    running = start(tmp_path, {"NPROC": str(processes)}, **SMALL | {"training.steps": "100000", "run.name": "r"})
+    assert running.stdout and running.stderr
+    while not running.stdout.readline().startswith("step"):
+        pass
+    running.stdout.close()
+    with running.stderr as errors:
+        assert errors.read() == ""
+    assert running.wait() == 128 + signal.SIGPIPE
+    (saved,) = (tmp_path / "runs/r/checkpoints").glob("step-*")
+    assert saved.name == f"step-{max(losses(tmp_path / 'runs/r')):08d}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="requires Linux: a controlling terminal")
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nohup", [False, True], ids=["hangup", "nohup"])
+def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, processes: int, nohup: bool) -> None:
+    controller, terminal = os.openpty()
+
+    def attach() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    steps = 200 if nohup else 100_000
+    options = SMALL | {"training.steps": str(steps), "run.name": "r"}
+    running = subprocess.Popen(
+        command(**options), cwd=tmp_path, env=environment(TERM="xterm", NPROC=str(processes)), stdin=terminal,
+        stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=attach,
+    )  # fmt: skip
+    os.close(terminal)
+    received = b""
+    while b"tok/s" not in received:
+        received += os.read(controller, 4096)
+    os.close(controller)
+    assert running.wait(timeout=120) == (0 if nohup else 128 + signal.SIGHUP)
+    (saved,) = (tmp_path / "runs/r/checkpoints").glob("step-*")
+    last = max(losses(tmp_path / "runs/r"))
+    assert saved.name == f"step-{last:08d}" and (last == steps) == nohup
 
 
 def test_non_finite_loss_stops_the_run(tmp_path: Path) -> None:

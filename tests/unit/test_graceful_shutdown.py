@@ -3,7 +3,7 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,12 +13,21 @@ from tests.pool import Pool
 from tests.traffic import Traffic
 from tests.training import mesh_of
 from titanlike.distributed.graceful_shutdown import SIGNALS, GracefulShutdown
+from titanlike.utils.live_line import LiveLine
 
 Ranks = Callable[[int], Pool]
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP is not ignored, as it is if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_requests_a_shutdown(alone: None, number: int) -> None:
+def test_signal_requests_a_shutdown(alone: None, number: int, hangup: None) -> None:
     before = signal.getsignal(number)
     with GracefulShutdown() as shutdown:
         assert shutdown.all_reduce_sum(torch.tensor(7), [], []) == 7
@@ -26,6 +35,15 @@ def test_signal_requests_a_shutdown(alone: None, number: int) -> None:
         os.kill(os.getpid(), number)
         assert shutdown.result() == shutdown.agreed_signal == number  # a single process stops at this step
     assert signal.getsignal(number) == before
+
+
+def test_under_nohup_nothing_depends_on_the_terminal(alone: None, hangup: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with GracefulShutdown() as shutdown:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert LiveLine.when_unread is not None
+        LiveLine.when_unread()
+        assert shutdown.result() == 0
 
 
 def test_second_ctrl_c_raises_keyboard_interrupt(alone: None, capfd: pytest.CaptureFixture[str]) -> None:

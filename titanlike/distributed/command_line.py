@@ -1,8 +1,6 @@
 """What all programs of the command line share: when they refuse to start, and how they end if output cannot be written."""
 
 import errno
-import os
-import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,11 +11,10 @@ from titanlike.config import UserError
 from titanlike.config.base import has_control_characters, shown
 from titanlike.distributed.environment import fail
 from titanlike.utils import system
-from titanlike.utils.live_line import DISK_FULL
+from titanlike.utils.live_line import DISK_FULL, NO_READER, discard, discard_unread_output
 
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code, as a shell reports a program that SIGPIPE ends
 MIN_OPEN_FILES = 64  # for torch, a process group and some files of weights
-STREAMS = (1, 2)  # descriptors of stdout and stderr
 
 
 @contextmanager
@@ -49,25 +46,16 @@ def exit_if_output_failed(error: OSError) -> None:
 
     The action of SIGPIPE is not restored: a connection that another rank or an object store closes would end the process, too.
     """
-    if error.errno == errno.EPIPE and _is_a_stream_closed():
+    if error.errno in NO_READER and discard_unread_output():
         code = BROKEN_PIPE
     elif error.errno in DISK_FULL and error.filename is None:
         code = 2
         with suppress(OSError, SystemExit):  # stderr may be on the same disk
             fail(UserError(f"the output cannot be written: {error.strerror}; free some space, or write it elsewhere"))
+        discard(1, 2)
     else:
         return
-    null = os.open(os.devnull, os.O_WRONLY)  # for what is still buffered, and written at the exit
-    for descriptor in STREAMS:
-        os.dup2(null, descriptor)
     sys.exit(code)
-
-
-def _is_a_stream_closed() -> bool:
-    poll = select.poll()
-    for descriptor in STREAMS:
-        poll.register(descriptor, 0)
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _check_process() -> None:

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from titanlike.distributed import collectives, process_group
 from titanlike.utils.async_d2h import AsyncD2H
+from titanlike.utils.live_line import LiveLine, discard_unread_output
+from titanlike.utils.system import ignores_hangup
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class GracefulShutdown:
-    """Context in which a signal requests a shutdown instead of ending the process. A second Ctrl-C raises `KeyboardInterrupt`."""
+    """Context in which a signal requests a shutdown instead of ending the process, and so does output that nobody reads any more. A
+    second Ctrl-C raises `KeyboardInterrupt`. Under nohup, a closed terminal and unread output have no effect."""
 
     def __init__(self) -> None:
         self.requested_signal = 0  # received by this rank
@@ -56,12 +59,17 @@ class GracefulShutdown:
             self._interrupted = True
             if process_group.is_main():  # not print: the signal may have interrupted one
                 os.write(2, b"\nstopping after this step or the next; press Ctrl-C again to exit at once\n")
+        if number == signal.SIGHUP:
+            discard_unread_output()
         self.request(number)
 
     def __enter__(self) -> "GracefulShutdown":
-        self._previous_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        numbers = [number for number in SIGNALS if number != signal.SIGHUP or not ignores_hangup()]
+        self._previous_handlers = {number: signal.signal(number, self._handle) for number in numbers}
+        LiveLine.when_unread = lambda: None if ignores_hangup() else self.request(signal.SIGPIPE)
         return self
 
     def __exit__(self, *error: object) -> None:
+        LiveLine.when_unread = None
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

@@ -21,9 +21,9 @@ from titanlike.distributed.launch_config import LaunchConfig
 from titanlike.utils import system
 
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
-STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))]
+STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP))]
 # torchrun's own signals, and the one that Slurm's --signal=USR1@120 sends before the time limit.
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
 def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) -> int:
@@ -31,12 +31,13 @@ def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) ->
     # Failures are reported here in one line. torchrun's own report would follow the program's error message and hide it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    signals = [name for name in SIGNALS if name != "SIGHUP" or not system.ignores_hangup()]
     agent = _agent_type(shutdown_timeout, is_elastic=config.max_nodes > 0)
     torch.distributed.launcher.api.LocalElasticAgent = agent  # type: ignore[misc]
     options = [
         f"--nproc-per-node={config.processes_per_node}",
         f"--max-restarts={config.max_restarts}",
-        f"--signals-to-handle={SIGNALS}",
+        f"--signals-to-handle={','.join(signals)}",
     ]
     if config.max_nodes:
         # A node that joins finds no process group of an earlier number of nodes: rank 0 opens a store for each.

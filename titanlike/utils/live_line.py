@@ -1,21 +1,45 @@
 """Terminal output: a status line that is updated in place below the printed lines, or plain lines without a terminal."""
 
 import errno
+import os
+import select
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_READER = (errno.EPIPE, errno.EIO)  # of a pipe that nobody reads, and of a terminal that was closed
+
+
+def discard_unread_output() -> bool:
+    """Discards stdout and stderr if they are a pipe that nobody reads or a terminal that was closed. Returns whether one is."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    closed = [descriptor for descriptor, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+    discard(*closed)
+    return bool(closed)
+
+
+def discard(*descriptors: int) -> None:
+    """Makes descriptors /dev/null, also for what is still buffered."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)
 
 
 class LiveLine:
     """Prints lines, and shows a status line that is updated in place.
 
     On a terminal, `update` redraws the status line and `print` writes above it. Without a terminal, `update` prints a plain line,
-    unless something was printed within the last `plain_interval` seconds. If stdout is a file on a full disk, lines are lost.
+    unless something was printed within the last `plain_interval` seconds. If stdout is a file on a full disk, lines are lost. If
+    nobody reads it any more, `when_unread` is called, and lines are lost; without it, they raise `OSError`.
 
     Args:
         plain_interval: Seconds without output after which `update` prints a plain line where there is no terminal.
@@ -23,6 +47,8 @@ class LiveLine:
         transient: Erases the status line on `close` instead of leaving it on the screen.
         style: Style of the status text, in rich's syntax, such as "dim".
     """
+
+    when_unread: ClassVar[Callable[[], None] | None] = None
 
     def __init__(
         self, *, plain_interval: float = 0.0, bar: bool = False, transient: bool = False, style: str = "none"
@@ -35,6 +61,10 @@ class LiveLine:
     def print(self, *parts: str | tuple[str, str]) -> None:
         """Prints one line made of `parts`; each is a text, or a text and its style on a terminal."""
         self._last_print = time.monotonic()
+        with self._output():
+            self._print(*parts)
+
+    def _print(self, *parts: str | tuple[str, str]) -> None:
         if self._progress is not None or (self.is_terminal and any(isinstance(part, tuple) for part in parts)):
             from rich.console import Console
             from rich.text import Text
@@ -42,11 +72,17 @@ class LiveLine:
             console = self._progress.console if self._progress is not None else Console(highlight=False)
             console.print(Text.assemble(*parts), soft_wrap=True)
             return
-        line = "".join(part if isinstance(part, str) else part[0] for part in parts)
+        print("".join(part if isinstance(part, str) else part[0] for part in parts), flush=True)
+
+    @contextmanager
+    def _output(self) -> Iterator[None]:
         try:
-            print(line, flush=True)
+            yield
         except OSError as error:
-            if error.errno not in DISK_FULL:
+            when_unread = type(self).when_unread
+            if error.errno in NO_READER and when_unread is not None and discard_unread_output():
+                when_unread()
+            elif error.errno not in DISK_FULL:
                 raise
 
     def update(self, text: str, completed: float | None = None, total: float | None = None) -> None:
@@ -55,16 +91,18 @@ class LiveLine:
             if time.monotonic() - self._last_print >= self._plain_interval:
                 self.print(text)
             return
-        if self._progress is None:
-            self._progress = self._start(text)
-        (task,) = self._progress.task_ids
-        self._progress.update(task, description=text, completed=completed, total=total)
-        self._progress.refresh()
+        with self._output():
+            if self._progress is None:
+                self._progress = self._start(text)
+            (task,) = self._progress.task_ids
+            self._progress.update(task, description=text, completed=completed, total=total)
+            self._progress.refresh()
 
     def close(self) -> None:
         """Stops updating the status line. Lines printed later appear below it; `update` starts a new one."""
         if self._progress is not None:
-            self._progress.stop()
+            with self._output():
+                self._progress.stop()
             self._progress = None
 
     def _start(self, text: str) -> "Progress":

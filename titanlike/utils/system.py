@@ -23,6 +23,11 @@ def exit_on_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def ignores_hangup() -> bool:
+    """Whether this process was started to outlive its terminal, as by nohup."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def kill_with_parent(parent: int) -> None:
     """Sends SIGKILL to this process when its parent dies. Linux only."""
     signal_at_parent_death(parent, signal.SIGKILL)

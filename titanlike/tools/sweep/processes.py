@@ -20,7 +20,7 @@ from titanlike.tools.sweep.config import JOB_OF_TRIAL, Resources, SweepPlan
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus
 
-STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]  # exit codes
+STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)]  # exit codes
 LOCK_POLL = 0.5  # seconds
 
 
