@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training, section
 from titanlike.distributed.process_group import session
 from titanlike.models.base_config import ParameterSpec
@@ -93,6 +94,8 @@ def main() -> float:
 
 if __name__ == "__main__":
     with session("cpu"):
+        if dist.get_world_size() % 2:
+            raise UserError("start an even number of processes: torchrun --nproc-per-node=4 examples/qk_norm.py")
         difference = main()
         print(f"largest relative difference from one process: {difference:.1e}")
         assert difference < 1e-4

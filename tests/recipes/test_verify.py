@@ -128,6 +128,7 @@ def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> Non
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "parallelism.tensor = 16 does not divide model.num_kv_heads = 8; use 1, 2, 4 or 8" in done.stderr
+    assert "error: error: " not in done.stderr
     assert done.stdout == ""
 
 

@@ -124,6 +124,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     [
         ("[training]\nstepz = 3", "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?"),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
+        ("[optimizer]\nname = 'adam'", 'optimizer.name = "adam": unknown key; the keys of [optimizer] are lr, beta1,'),
         ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set recipe = "finetune"'),
         ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set recipe = "finetune"'),
         ("[trainin]\nsteps = 3", "trainin: unknown key; did you mean [training]?"),

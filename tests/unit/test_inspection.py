@@ -98,6 +98,7 @@ def test_a_folder_of_shards_is_summarized_and_verified(
         (["/"], "error: / is not a folder of token shards: it has no manifest.json; create it with `titanlike data prepare`"),
         (["nothing", "--data.path=x"], "error: --data.path=x: token shards have no recipe keys to override"),
         ([str(DEBUG), "--step", "0"], "error: argument --step: expected an integer of at least 1, got '0'"),
+        ([str(DEBUG), "--step", "171"], "error: --step 171: the recipe has training.steps = 170; give one of them"),
         ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": unknown key; did you mean data.path?"),
         ([str(DEBUG), "verify"], "verify: give one recipe"),
         ([str(DEBUG), "--verify"], f"--verify requires a folder of token shards; {DEBUG} is a recipe"),

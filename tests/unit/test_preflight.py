@@ -13,6 +13,7 @@ import torch
 
 from tests.training import changed
 from titanlike.config import PretrainRecipe, UserError, section
+from titanlike.config.dpo import PreferenceData
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
 from titanlike.config.optimizer import Optimizer
@@ -51,7 +52,7 @@ def test_the_defaults_are_valid() -> None:
         (dict(training=dict(global_batch_size=2)), 3, "= 2 does not divide over 3 data-parallel ranks; use 3, or another"),
         (
             dict(training=dict(global_batch_size=24, local_batch_size=8)), 2,
-            "8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data-parallel ranks); use 3,",
+            "8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data-parallel ranks); use 4, 6 or 12",
         ),
         (dict(parallelism=dict(replicate=3)), 4, "replicate = 3 does not divide the 4 processes; use 1, 2 or 4"),
         (dict(parallelism=dict(replicate=2, shard=2)), 2, "2 x 2 = 4, but there are 2 processes; start 4, or set"),
@@ -261,6 +262,11 @@ def test_the_defaults_are_valid() -> None:
             dict(parallelism=dict(pipeline=2, pipeline_schedule="zbv"), activation_checkpoint=dict(mode="selective"),
             compile=dict(mode="none")), 2, "supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'",
         ),
+        (dict(training=dict(global_batch_size=8, local_batch_size=3)), 1, "does not divide the 8 sequences of a rank "
+         "(global_batch_size 8 over 1 data-parallel ranks); use 1, 2 or 4"),
+        (dict(data=dict(path="x")), 1,
+         "data.path = 'x', but data.source = 'python_stdlib' reads no files; set data.source = 'text', 'shards' or 'stream', or"),
+        (dict(data=dict(mixture=("x",))), 1, "data.mixture is set, but data.source = 'python_stdlib' reads no files"),
         (dict(parallelism=dict(tensor=2, pipeline=2)), 6, "pipeline x tensor = 2 x 2 = 4 does not divide the 6 processes"),
         (
             dict(parallelism=dict(tensor=2, shard=2)), 8,
@@ -329,7 +335,7 @@ def test_a_v_shaped_schedule_puts_the_first_and_last_stage_on_one_rank() -> None
     [
         (dict(model=LlamaConfig(num_heads=999_999_937, num_kv_heads=2)), 1, r"num_heads = 999999937; use 1 or 999999937"),
         (dict(model=LlamaConfig(dim=999_999_937, num_heads=999_999_936)), 1, "does not divide model.dim = 999999937; use 1 or"),
-        (dict(training=dict(global_batch_size=735_134_400, local_batch_size=735_134_399)), 1, "use 183783600, 245044800 or"),
+        (dict(training=dict(global_batch_size=735_134_400, local_batch_size=735_134_399)), 1, "use 245044800, 367567200 or"),
         (
             dict(parallelism=dict(tensor=999_999_937)), 1,
             "parallelism.tensor = 999999937 does not divide model.num_heads = 4; use 1",
@@ -412,6 +418,22 @@ def test_all_problems_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_ratio=0.95)), 1)
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_layout_that_does_not_fit_the_model_is_not_to_be_started() -> None:
+    with pytest.raises(UserError, match=r"^parallelism.tensor = 3 does not divide model.num_kv_heads = 2; use 1 or 2$"):
+        model = LlamaConfig(num_kv_heads=2, num_heads=6, dim=192, ffn_dim=96, vocab_size=384)
+        check_recipe(recipe(parallelism=dict(tensor=3), model=model, training=dict(seq_len=99)), 2)
+
+
+def test_a_path_that_is_not_read_is_refused_except_for_random_tokens() -> None:
+    check_recipe(recipe(data=dict(source="synthetic", path="x")), 1)
+    for data, sources in (
+        (ChatData(source="synthetic_chat", path="x"), "'chat', 'text', 'shards' or 'stream'"),
+        (PreferenceData(source="synthetic_preference", path="x"), "'preference'"),
+    ):
+        (problem,) = data.problems()
+        assert problem.endswith(f"reads no files; set data.source = {sources}, or remove it")
 
 
 def test_a_section_of_a_copied_program_checks_itself() -> None:

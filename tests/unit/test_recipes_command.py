@@ -41,6 +41,10 @@ def test_a_copy_replaces_no_file(
     (tmp_path / "mine.py").write_text("mine")
     for words, message in (
         (("debug", str(tmp_path / "mine.toml")), f"{tmp_path}/mine.py exists; choose another name"),
+        (
+            ("debug", str(tmp_path / "mine.txt")),
+            "mine.txt: give a folder, or the file of a recipe, which ends in .toml",
+        ),
         (("debgu", str(tmp_path)), "debgu is not a shipped recipe; did you mean debug?"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -59,6 +63,20 @@ def test_a_misspelled_name_is_compared_with_the_names_of_files_and_recipes(
     for text, found in (("debgu", "debug"), ("lama3_8b.toml", "llama3_8b"), ("mien", "mine.toml")):
         with pytest.raises(UserError, match=rf"^{text}: recipe not found; did you mean {found}\?$"):
             read(recipe_path(text))
+
+
+def test_a_misspelled_command_is_compared_with_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for name, message in (
+        ("trian", "error: trian is not a command; did you mean titanlike train?"),
+        ("xxxx", "choose from"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["titanlike", name])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+        assert message in capsys.readouterr().err
 
 
 def test_titanlike_alone_lists_its_commands(

@@ -145,6 +145,12 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
     return str(out)
 
 
+def test_shards_are_not_read_as_text(tmp_path: Path) -> None:
+    path = shards(tmp_path, "some", ["document"] * 20)
+    with pytest.raises(UserError, match="some has token shards, not text"):
+        open_(source="text", path=path)
+
+
 def test_shards_have_a_validation_split_or_an_error_names_the_remedy(tmp_path: Path) -> None:
     path = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
     data = open_(True, source="shards", path=path, holdout_every=7)

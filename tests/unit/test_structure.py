@@ -39,7 +39,7 @@ LAYERS_OF_TOOLS = [
 # The last 200 lines: metrics of machines and of terms of the loss, elastic jobs, best-fit packing, events in a store.
 MAX_MODULES, MAX_LINES = 85, 11_200
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
+CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents and path.name != "__main__.py"]
 
 
 @functools.cache
@@ -96,7 +96,8 @@ def upward(folder: Path, layers: list[set[str]], sources: list[Path]) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("folder", "layers"), [(PACKAGE, [{"tools"}, *CORE]), (DATA, LAYERS_OF_DATA), (TOOLS, LAYERS_OF_TOOLS)]
+    ("folder", "layers"),
+    [(PACKAGE, [{"__main__"}, {"tools"}, *CORE]), (DATA, LAYERS_OF_DATA), (TOOLS, LAYERS_OF_TOOLS)],
 )
 def test_every_package_has_a_layer(folder: Path, layers: list[set[str]]) -> None:
     found = {path.stem for path in folder.iterdir() if path.stem not in ("__init__", "__pycache__")}
@@ -104,7 +105,7 @@ def test_every_package_has_a_layer(folder: Path, layers: list[set[str]]) -> None
 
 
 def test_imports_go_downward() -> None:
-    assert list(upward(PACKAGE, [{"tools"}, *CORE], SOURCES)) == []
+    assert list(upward(PACKAGE, [{"__main__"}, {"tools"}, *CORE], SOURCES)) == []
     assert list(upward(DATA, LAYERS_OF_DATA, [path for path in SOURCES if DATA in path.parents])) == []
     assert list(upward(TOOLS, LAYERS_OF_TOOLS, [path for path in SOURCES if TOOLS in path.parents])) == []
     assert [name for path in SOURCES for name in imports(path) if name.split(".")[0] in ("recipes", "tests")] == []

@@ -90,7 +90,12 @@ def test_mistakes_in_other_keys(tmp_path: Path) -> None:
     )
     assert problem(tmp_path, trails=3) == "trails = 3: unknown key; did you mean trials?"
     assert problem(tmp_path, overrides={"pruning.prunr": "none"}).endswith("did you mean pruning.pruner?")
-    assert problem(tmp_path, recipe="no.toml") == f'recipe = "no.toml": file {tmp_path}/no.toml not found'
+    assert (
+        problem(tmp_path, recipe="no.toml")
+        == f'recipe = "no.toml": file {tmp_path}/no.toml not found; give a TOML file, or '
+        "the name of a shipped recipe, which `titanlike recipes` lists"
+    )
+    assert problem(tmp_path, recipe="debugg").endswith("not found; did you mean debug?")
     assert "validation.interval = 0" in problem(tmp_path, SEARCH, recipe=str(without_validation(tmp_path)))
     with pytest.raises(UserError, match=r"none\.toml: sweep file not found; give a TOML file with a recipe"):
         load_sweep(tmp_path / "none.toml", {})

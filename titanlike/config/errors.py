@@ -82,7 +82,7 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None
         remedy = f'recipes/{program}.py has it; set recipe = "{program}"'
     elif near:
         remedy = f"did you mean {section + '.' if section else ''}{near}?"
-    elif same_leaf:
+    elif same_leaf and leaf != "name":
         remedy = f"did you mean {same_leaf[0]}?"
     elif not section and nearest(leaf, sections):
         remedy = f"did you mean [{nearest(leaf, sections)}]?"

@@ -180,10 +180,11 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
             f"use {one_of(multiples)}, or another number of processes"
         )
     if share % min(local_batch_size, share):
-        smaller = [n for n in divisors(share) if n < local_batch_size]
+        near = [n for n in divisors(share) if n < local_batch_size][-2:]
+        near += [n for n in divisors(share) if n > local_batch_size][:1]
         raise UserError(
             f"training.local_batch_size = {local_batch_size} does not divide the {share} sequences of a rank "
-            f"(global_batch_size {global_batch_size} over {num_data_ranks} data-parallel ranks); use {one_of(smaller[-3:])}"
+            f"(global_batch_size {global_batch_size} over {num_data_ranks} data-parallel ranks); use {one_of(near)}"
         )
     return share // min(local_batch_size, share)
 

@@ -56,7 +56,7 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         text = "" if is_no_file else path.read_text(encoding="utf-8-sig")
         values = parse(text)
     except FileNotFoundError:
-        raise UserError(f"{path}: recipe not found; {_similar_recipe(path)}") from None
+        raise UserError(f"{path}: recipe not found; {similar_recipe(path)}") from None
     except OSError as error:
         raise UserError(f"{shown(str(path))}: cannot be read as a recipe: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def _foreign(path: Path, kind: str, *, is_job: bool = True) -> str:
     return f"{path} is {kind}: {convert}`titanlike plan {path} --gpus N` plans it as it is"
 
 
-def _similar_recipe(path: Path) -> str:
+def similar_recipe(path: Path) -> str:
     """Returns the remedy for a recipe that does not exist: a file beside it, or a shipped recipe."""
     files = {file.stem: str(file) for file in path.parent.glob("*.toml")}
     shipped = {name: name for name in shipped_recipes()}

@@ -47,15 +47,12 @@ def exit_if_output_failed(error: OSError) -> None:
     The action of SIGPIPE is not restored: a connection that another rank or an object store closes would end the process, too.
     """
     if error.errno in NO_READER and discard_unread_output():
-        code = BROKEN_PIPE
-    elif error.errno in DISK_FULL and error.filename is None:
-        code = 2
+        sys.exit(BROKEN_PIPE)
+    if error.errno in DISK_FULL and error.filename is None:
         with suppress(OSError, SystemExit):  # stderr may be on the same disk
             fail(UserError(f"the output cannot be written: {error.strerror}; free some space, or write it elsewhere"))
         discard(1, 2)
-    else:
-        return
-    sys.exit(code)
+        sys.exit(2)
 
 
 def _check_process() -> None:

@@ -159,4 +159,5 @@ def _describe(rank: int, code: int) -> str:
     if code >= 0:
         return f"process {rank} exited with code {code}; see its output above"
     names = {number.value: number.name for number in signal.Signals}
-    return f"process {rank} was terminated by {names.get(-code, f'signal {-code}')}"
+    cause = ", as by Linux when memory runs out" if code == -signal.SIGKILL else ""
+    return f"process {rank} was terminated by {names.get(-code, f'signal {-code}')}{cause}"

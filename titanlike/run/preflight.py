@@ -39,7 +39,8 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     try:
         problems += _layout(recipe, recipe.parallelism.resolve(world_size))
     except UserError as problem:
-        problems.append(str(problem))
+        if not any("parallelism." in each for each in problems):  # of which it may be a consequence
+            problems.append(str(problem))
     if problems:
         raise UserError("\n".join(problems))
 
@@ -52,17 +53,14 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
         *_data_files(recipe),
         *evaluation_files(recipe.evaluation),
         *_trackers(recipe),
-        *(_weights(recipe) if recipe.initial_weights else ()),
         *_directories(recipe),
     ]
+    if recipe.initial_weights:
+        from titanlike.run.option_problems import initial_weights_problems
+
+        problems += initial_weights_problems(recipe)
     if problems:
         raise UserError("\n".join(problems))
-
-
-def _weights(recipe: PretrainRecipe) -> Iterator[str]:
-    from titanlike.run.option_problems import initial_weights_problems
-
-    return initial_weights_problems(recipe)
 
 
 def _errors(prefix: str, function: Callable[..., object], *arguments: object) -> list[str]:

@@ -318,8 +318,7 @@ def run_metadata(
 
 def _program_hash(recipe: PretrainRecipe) -> str:
     """Returns a hash of the file of the program, or "" if there is none."""
-    path = Path(recipe.recipe)
-    path = path if path.suffix == ".py" else PROGRAMS / f"{path.name}.py"
+    path = PROGRAMS / Path(recipe.recipe).with_suffix(".py")
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 

@@ -31,7 +31,6 @@ def discard(*descriptors: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(null, descriptor)
-    os.close(null)
 
 
 class LiveLine:
@@ -62,17 +61,14 @@ class LiveLine:
         """Prints one line made of `parts`; each is a text, or a text and its style on a terminal."""
         self._last_print = time.monotonic()
         with self._output():
-            self._print(*parts)
+            if self._progress is not None or (self.is_terminal and any(isinstance(part, tuple) for part in parts)):
+                from rich.console import Console
+                from rich.text import Text
 
-    def _print(self, *parts: str | tuple[str, str]) -> None:
-        if self._progress is not None or (self.is_terminal and any(isinstance(part, tuple) for part in parts)):
-            from rich.console import Console
-            from rich.text import Text
-
-            console = self._progress.console if self._progress is not None else Console(highlight=False)
-            console.print(Text.assemble(*parts), soft_wrap=True)
-            return
-        print("".join(part if isinstance(part, str) else part[0] for part in parts), flush=True)
+                console = self._progress.console if self._progress is not None else Console(highlight=False)
+                console.print(Text.assemble(*parts), soft_wrap=True)
+            else:
+                print("".join(part if isinstance(part, str) else part[0] for part in parts), flush=True)
 
     @contextmanager
     def _output(self) -> Iterator[None]:

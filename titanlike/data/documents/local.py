@@ -1,6 +1,7 @@
 """Files of local folders and patterns. No torch."""
 
 import glob
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +12,21 @@ from titanlike.data.documents.files import File, local_file
 
 def list_local(pattern: str) -> list[File]:
     """Lists the file, all files below the folder, or the files that match the pattern."""
+    if _has_shards(Path(pattern)):
+        raise UserError(f"{pattern} has token shards, not text; a recipe reads it with data.source = 'shards'")
     try:
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         files = [path for match in map(Path, matches) for path in (_files_below(match) if match.is_dir() else [match])]
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     return [local_file(path) for path in dict.fromkeys(files)]  # `**` matches a folder and what is in it
+
+
+def _has_shards(folder: Path) -> bool:
+    try:
+        return "splits" in json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _files_below(root: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import titanlike
 from titanlike.config import UserError
 from titanlike.config.base import shown
+from titanlike.config.load import nearest
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer
@@ -108,6 +109,9 @@ def main() -> None:
         refuse_undecodable(sys.argv)
     except UserError as error:
         environment.fail(error)
+    commands = [*COMMANDS, *WITH_OVERRIDES, "train"]
+    if (name := sys.argv[1]) not in commands and (near := nearest(name, commands)):
+        environment.fail(UserError(f"{shown(name)} is not a command; did you mean titanlike {near}?"))
     arguments, overrides = parser.parse_known_args()
     command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
     if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):

@@ -34,6 +34,8 @@ def inspect_recipe(
             f"--rank {rank} --ranks {ranks}: training.global_batch_size = {training.global_batch_size} and the sizes of "
             "training.batch_ramp must be divisible by --ranks, and --rank counts from 0"
         )
+    if step > training.steps and not validation:
+        raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     open_sources: Any = pairs.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
     data = open_sources(

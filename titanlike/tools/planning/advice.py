@@ -39,7 +39,8 @@ def limits(plan: Plan) -> str:
     parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])
     shares = {name: seconds / plan.time.seconds for name, seconds in parts}
     (first, share), *others = shares.items()
-    text = f"{first[0].upper()}{first[1:]} limits this layout with {share:.0%} of the step"
+    verb = "limit" if first.endswith("s") else "limits"
+    text = f"{first[0].upper()}{first[1:]} {verb} this layout with {share:.0%} of the step"
     losses = [(name, share) for name, share in others if is_overhead(name)]
     if losses and losses[0][1] >= 0.01:
         text += f"; the next largest cost is {losses[0][0]} with {losses[0][1]:.0%}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_control_characters, section, shown
-from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value
+from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value, similar_recipe
 from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe
@@ -148,7 +148,9 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
         raise UserError(f'{file}: recipe is missing; name the recipe of the trials, as in recipe = "debug.toml"')
     recipe = file.parent / recipe_path(sweep.recipe)
     if not recipe.is_file():
-        raise UserError(f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found")
+        raise UserError(
+            f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found; {similar_recipe(recipe)}"
+        )
     if sweep.resources.backend == "sagemaker" and not JOB_OF_TRIAL.is_file():
         raise UserError(
             f'{file}: resources.backend = "sagemaker" submits jobs with sagemaker/launch.py, which an installed package does not '

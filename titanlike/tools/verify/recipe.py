@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -99,9 +100,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     title = " x ".join(f"{name} {chosen[name]}" for name in LAYOUT_KEYS if chosen[name] != "1") or "one process"
     print(f"{recipe} under {title} ({processes} processes) against one process, {steps} steps on the CPU\n")
     if checked.returncode:
-        print(
-            f"with the batch of the recipe, this layout is refused: {checked.stderr.strip().removeprefix('error: ')}\n"
-        )
+        print(f"with the batch of the recipe, this layout is refused: {_message(checked)}\n")
     overridden = [word.removeprefix("--").partition("=")[0] for word in overrides]
     smaller = shrink(values, processes, steps)
     smaller = {key: value for key, value in smaller.items() if not (key.startswith("optimizer.") and key in overridden)}
@@ -131,9 +130,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
             record.mkdir()
             done = _run([*arguments, *_as_options(changes | {"run.dir": folder, "run.name": name})], number, record)
             if done.returncode == 2:  # a mistake in the recipe, not a difference
-                raise UserError(
-                    f"the small version of the recipe is refused: {done.stderr.strip().removeprefix('error: ')}"
-                )
+                raise UserError(f"the small version of the recipe is refused: {_message(done)}")
             if done.returncode:
                 print(done.stderr.strip()[-4000:], file=sys.stderr)
                 print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
@@ -177,7 +174,7 @@ def _report(one: Result, other: Result, title: str, note: str, tolerances: dict[
 def _checked(done: subprocess.CompletedProcess[str]) -> str:
     """Returns the output of a command. Raises `UserError` with its error message if it failed."""
     if done.returncode:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
+        raise UserError(_message(done))
     return done.stdout
 
 
@@ -201,3 +198,8 @@ def _run(words: Sequence[str], processes: int, record: Path | None = None) -> su
 
 def _toml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _message(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns the lines of a command that failed, without the prefix that the caller adds again."""
+    return re.sub(r"^error: ", "", done.stderr.strip(), flags=re.MULTILINE)
