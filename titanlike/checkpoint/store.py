@@ -46,9 +46,7 @@ class CheckpointMetadata:
     layout: dict[str, int] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)  # determines rounding: device type and torch version
     tokenizer: str = ""  # fingerprint
-    weights: dict[str, str] = field(
-        default_factory=dict
-    )  # fingerprints of frozen models, by the key that names their files
+    weights: dict[str, str] = field(default_factory=dict)  # fingerprints of frozen models, by the key of their path
     tokens: int = 0  # trained on so far
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
     skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped

@@ -138,11 +138,7 @@ class Data:
     workers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Threads that read a `stream`. The number does not change the batches."""
 
-    path_sources: ClassVar[tuple[str, ...]] = (
-        "text",
-        "shards",
-        "stream",
-    )  # those that read files that the recipe names
+    path_sources: ClassVar[tuple[str, ...]] = ("text", "shards", "stream")  # that read files which the recipe names
 
     @property
     def reads_paths(self) -> bool:
