@@ -105,6 +105,15 @@ def test_loss_and_bits_per_byte_equal_a_plain_sum(masks: bool, tmp_path: Path, a
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
 
 
+def test_progress_is_counted_in_batches(tmp_path: Path, alone: None) -> None:
+    section, calls = write_files(tmp_path), list[tuple[str, int, int]]()
+    evaluator = evaluator_of(section)
+    results = evaluator.evaluate(model_of(CONFIG), build_mesh("cpu"), on_batch=lambda *call: calls.append(call))
+    for name in results:
+        (total,) = {total for one, _, total in calls if one == name}
+        assert total > 0 and [number for one, number, _ in calls if one == name] == list(range(1, total + 1))
+
+
 def test_limit_reads_the_first_items_and_sequences(tmp_path: Path, alone: None) -> None:
     section = dataclasses.replace(write_files(tmp_path), limit=1)
     evaluator = evaluator_of(section)

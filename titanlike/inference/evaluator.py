@@ -21,7 +21,7 @@ from titanlike.parallelisms.mesh import Mesh
 
 if TYPE_CHECKING:
     from titanlike.data.tokens.chat_template import ChatTemplate
-    from titanlike.inference.scoring import Scorer
+    from titanlike.inference.scoring import Request, Score
     from titanlike.inference.tasks import Task
 
 Metrics = dict[str, float]
@@ -72,11 +72,15 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, model: nn.Module, mesh: Mesh, on_result: Callable[[str, Metrics], object] = lambda *_: None
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        on_result: Callable[[str, Metrics], object] = lambda *_: None,
+        on_batch: Callable[[str, int, int], object] = lambda *_: None,
     ) -> dict[str, Metrics]:
         """Returns the metrics of each task and text by name. All ranks call it and get the same.
 
-        `on_result` is called as soon as the metrics of one of them are known."""
+        `on_result` is called as soon as the metrics of one of them are known, `on_batch` after a number of all its batches."""
         from titanlike.inference.perplexity import perplexity
         from titanlike.inference.scoring import Scorer
 
@@ -101,7 +105,9 @@ class Evaluator:
         )
         results: dict[str, Metrics] = {}
         for name, one in (self.tasks | self.texts).items():
-            results[name] = of_text(one) if isinstance(one, Shards) else self._score(one, scorer)
+            done = partial(on_batch, name)
+            score = partial(scorer, on_batch=done)
+            results[name] = of_text(one, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
             on_result(name, results[name])
         return results
 
@@ -143,7 +149,7 @@ class Evaluator:
 
         return {metrics_name(file): read_task(file, self.section.limit) for file in self.section.tasks}
 
-    def _score(self, task: "Task", scorer: "Scorer") -> Metrics:
+    def _score(self, task: "Task", scorer: "Callable[[list[Request]], list[Score]]") -> Metrics:
         from titanlike.inference.scoring import encode_pair
 
         requests = [

@@ -4,7 +4,7 @@ The documents are read in their order as one stream of tokens, and cut into sequ
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ def perplexity(
     device: torch.device,
     document_masks: bool = False,
     limit: int = 0,
+    on_batch: Callable[[int, int], object] = lambda *_: None,
 ) -> dict[str, float]:
     """Returns the loss per token in nats, the perplexity and the bits per byte of text. All ranks get the same values.
 
@@ -44,10 +45,11 @@ def perplexity(
         batch_size: number of sequences in a forward pass of a rank.
         document_masks: masks attention between documents; the first token of a document is then not predicted.
         limit: number of sequences to read. 0: all.
+        on_batch: called with the number of batches that this rank has read, and that of all its batches.
     """
     total, count = torch.zeros(2, device=device, dtype=collectives.sum_dtype(device))
     batches = _Batches(tokens, mesh, seq_len, batch_size, tokenizer.separator if document_masks else None, limit)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         inputs = {name: values.to(device) for name, values in batch.inputs.items()}
         labels = batch.labels.to(device)
         if isinstance(model, Pipeline):
@@ -55,6 +57,7 @@ def perplexity(
         else:
             total += model(**inputs, labels=labels).sum()  # a model may return the loss of each token
         count += num_valid(labels)
+        on_batch(number, batches.num_batches)
     collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
     collectives.all_reduce_sum(count, mesh.loss_groups)
     size = torch.tensor(
@@ -85,12 +88,12 @@ class _Batches:
             separator,
         )
         self.starts = np.arange(0, tokens.num_tokens - 1, seq_len)[: limit or None]
+        self.num_batches = -(-len(self.starts) // (mesh.num_data_ranks * batch_size))
         self.num_tokens = min(tokens.num_tokens, len(self.starts) * seq_len + 1)
 
     def __iter__(self) -> Iterator[Batch]:
         local = self.starts[self.mesh.data_rank :: self.mesh.num_data_ranks]
-        num_batches = -(-len(self.starts) // (self.mesh.num_data_ranks * self.batch_size))
-        for number in range(num_batches):
+        for number in range(self.num_batches):
             yield self._batch(local[number * self.batch_size : (number + 1) * self.batch_size])
 
     def _batch(self, starts: npt.NDArray[np.int64]) -> Batch:

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,12 @@ class Scorer:
         self.model, self.mesh, self.device = model, mesh, device
         self.max_length, self.batch_size = max_length, batch_size
 
-    def __call__(self, requests: Sequence[Request]) -> list[Score]:
-        """Returns the score of each request. All ranks call it with the same requests and get the same scores."""
+    def __call__(
+        self, requests: Sequence[Request], on_batch: Callable[[int, int], object] = lambda *_: None
+    ) -> list[Score]:
+        """Returns the score of each request. All ranks call it with the same requests and get the same scores.
+
+        `on_batch` is called with the number of batches that this rank has scored, and that of all its batches."""
         # Sequences of similar length are batched together.
         order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
         scores = torch.zeros(len(requests), 2, dtype=torch.float64)
@@ -58,6 +62,7 @@ class Scorer:
             values = self._score([requests[index] for index in batch])
             if self.mesh.context.get_local_rank() == 0:  # all ranks of a context-parallel group have the same values
                 scores[batch] = values[: len(batch)].cpu()
+            on_batch(number // self.mesh.num_data_ranks + 1, rounds)
         scores = check_finite(collectives.all_reduce_sum(scores.to(self.device), self.mesh.loss_groups))
         return [(value, bool(is_greedy)) for value, is_greedy in scores.tolist()]
 

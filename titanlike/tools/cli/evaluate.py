@@ -12,6 +12,7 @@ from titanlike.inference.tasks import FORMATS
 from titanlike.run.preflight import evaluation_files
 from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
+from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
     import torch
@@ -104,12 +105,22 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     evaluator = Evaluator(section, Sample(), data, training, weights.config, tokenizer, 0)
     model = load_for_evaluation(weights, mesh, parallelism, device, arguments.dtype or default_dtype(device))
 
-    def print_metrics(name: str, metrics: dict[str, float]) -> None:
-        if process_group.is_main() and not arguments.json:
-            print(f"{name}: {_format_metrics(metrics)}", flush=True)
+    line = LiveLine(plain_interval=30.0, bar=True, transient=True)
+    shows = process_group.is_main() and not arguments.json
 
-    with attention_backend("auto"):
-        results = evaluator.evaluate(model, mesh, print_metrics)
+    def print_metrics(name: str, metrics: dict[str, float]) -> None:
+        if shows:
+            line.print(f"{name}: {_format_metrics(metrics)}")
+
+    def show_progress(name: str, batch: int, num_batches: int) -> None:
+        if shows:
+            line.update(f"{name}: batch {batch:,} of {num_batches:,}", batch, num_batches)
+
+    try:
+        with attention_backend("auto"):
+            results = evaluator.evaluate(model, mesh, print_metrics, show_progress)
+    finally:
+        line.close()
     if process_group.is_main() and arguments.json:
         print(json.dumps({"model": str(weights.path), "results": results}, indent=1))
 
