@@ -97,6 +97,7 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
     job = starter.start(tmp_path, *case.faults, **options)
     codes = job.wait_for_a_death()
     assert codes[case.faults[-1].rank] == -9, job.output
+    assert "Traceback" not in job.output
     checkpoints = tmp_path / "runs/run/checkpoints"
     assert tuple(valid_steps(checkpoints)) == case.committed
 

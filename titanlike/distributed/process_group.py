@@ -19,6 +19,7 @@ from titanlike.utils import compat, system
 
 T = TypeVar("T")
 
+PEER_ENDED = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, NCCL
 END = "end"  # key of the store: the job is complete
 
 
@@ -69,6 +70,14 @@ def session(
     except OSError as error:
         exit_if_output_failed(error)
         raise
+    except RuntimeError as error:  # of a collective; torch has no type for it
+        if not any(text in str(error) for text in PEER_ENDED):
+            raise
+        cause = str(error).splitlines()[0]
+        environment.print_error(
+            UserError(f"rank {environment.rank_info().rank} lost its connection to a rank that ended: {cause}")
+        )
+        os._exit(1)
     except KeyboardInterrupt:
         if is_main():
             print(shutdown_message(), file=sys.stderr, flush=True)

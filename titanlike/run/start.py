@@ -124,7 +124,10 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if arguments.resolved:
             print(to_toml(recipe), end="")
             sys.exit(0)
-        ranks = _without_spares(recipe, ranks)
+        if ranks.is_elastic:
+            from titanlike.run.spares import without_spares
+
+            ranks = without_spares(recipe, ranks)
         check_recipe(recipe, arguments.check or ranks.world_size)
         texts = []
         if arguments.check and not arguments.check_files:
@@ -175,36 +178,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if program.parent != PROGRAMS and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
-
-
-def _without_spares(recipe: PretrainRecipe, ranks: environment.RankInfo) -> environment.RankInfo:
-    """Returns the ranks of the job: in an elastic one, those of as many nodes as the recipe can use. Processes of other nodes wait
-    for the end of the job here."""
-    if not ranks.is_elastic:
-        return ranks
-    if recipe.checkpoint.resume_from:
-        raise UserError(
-            f"checkpoint.resume_from = {recipe.checkpoint.resume_from}, but a job whose number of nodes may change resumes from "
-            "its newest checkpoint at every restart; resume from that step with a fixed NNODES first"
-        )
-    if not ranks.started_by_launcher:  # the launcher's check, for the least number of nodes
-        return ranks
-    for size in range(ranks.world_size, 0, -ranks.local_world_size):
-        with suppress(UserError):
-            check_recipe(recipe, size)
-            break
-    else:
-        return ranks  # the check of all of them says what is wrong
-    if ranks.rank >= size:
-        from titanlike.distributed.process_group import wait_for_end
-
-        nodes, used = (number // ranks.local_world_size for number in (ranks.world_size, size))
-        if ranks.local_rank == 0:
-            LiveLine().print(f"spare   the recipe can use {used} of the {nodes} nodes; this one waits")
-        wait_for_end()
-        sys.exit(0)
-    environment.set_world_size(size)
-    return replace(ranks, world_size=size)
 
 
 def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
