@@ -147,9 +147,9 @@ def test_what_an_elastic_job_cannot_do_is_said(tmp_path: Path) -> None:
     resumed = run(tmp_path, variables=shared, **SMALL, **{"run.name": "run", "checkpoint.resume_from": "4"})
     assert resumed.returncode == 2
     assert "checkpoint.resume_from = 4, but a job whose number of nodes may change resumes from" in resumed.stderr
-    unfit = run(tmp_path, variables=shared, **SMALL, **{"run.name": "run", "parallelism.tensor": "4"})
+    unfit = run(tmp_path, variables=shared, **SMALL, **{"run.name": "run", "parallelism.replicate": "4"})
     assert unfit.returncode == 2
-    assert "parallelism.tensor = 4 does not divide the 2 processes" in unfit.stderr
+    assert "parallelism.replicate = 4 does not divide the 2 processes" in unfit.stderr
     assert not (tmp_path / "runs").exists()
     lonely = run(tmp_path, variables=shared | {"PET_RDZV_CONF": "join_timeout=2"}, **SMALL, **{"run.name": "run"})
     assert lonely.returncode == 1

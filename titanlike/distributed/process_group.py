@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from titanlike.utils import compat, system
 
 T = TypeVar("T")
 
-PEER_ENDED = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, NCCL
+PEER_ENDED = re.compile(r"Connection (closed|reset) by peer( \[\S+\]:\d+)?|remote process exited")  # of gloo and NCCL
 END = "end"  # key of the store: the job is complete
 
 
@@ -71,12 +72,10 @@ def session(
         exit_if_output_failed(error)
         raise
     except RuntimeError as error:  # of a collective; torch has no type for it
-        if not any(text in str(error) for text in PEER_ENDED):
+        if not (found := PEER_ENDED.search(str(error))):
             raise
-        cause = str(error).splitlines()[0]
-        environment.print_error(
-            UserError(f"rank {environment.rank_info().rank} lost its connection to a rank that ended: {cause}")
-        )
+        rank = environment.rank_info().rank
+        environment.print_error(UserError(f"rank {rank} lost the connection to a rank that ended: {found[0]}"))
         os._exit(1)
     except KeyboardInterrupt:
         if is_main():
