@@ -41,11 +41,11 @@ class CheckpointMetadata:
 
     step: int
     recipe: dict[str, Any] = field(default_factory=dict)
-    program: str = ""  # hash of its file
     data: str = ""  # fingerprint of the tokens
     layout: dict[str, int] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)  # determines rounding: device type and torch version
     tokenizer: str = ""  # fingerprint
+    program: str = ""  # hash of its file
     weights: dict[str, str] = field(default_factory=dict)  # fingerprints of frozen models, by the key of their path
     tokens: int = 0  # trained on so far
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
