@@ -5,7 +5,7 @@ Runs before torch is imported, so that a mistake in a recipe is reported within 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +168,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
         others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
-        if warning := _ignored_program(program, arguments.recipe):
+        for warning in (*_ignored_program(program, arguments.recipe), *_without_effect(recipe)):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         LiveLine().print(
             f"run     {Path(run.dir, run.name)}\n"
@@ -262,15 +262,22 @@ def _check_program(program: Path, arguments: Arguments) -> None:
         )
 
 
-def _ignored_program(program: Path, recipe: Path) -> str | None:
-    """Returns a warning about a program beside the recipe that has the recipe's name and is not the running one."""
+def _ignored_program(program: Path, recipe: Path) -> Iterator[str]:
+    """Yields a warning about a program beside the recipe that has the recipe's name and is not the running one."""
     beside = recipe.with_suffix(".py")
-    if not beside.is_file() or beside.resolve() == program:
-        return None
-    return (
-        f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
-        f'recipe = "{beside.stem}" in the recipe'
-    )
+    if beside.is_file() and beside.resolve() != program:
+        yield (
+            f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
+            f'recipe = "{beside.stem}" in the recipe'
+        )
+
+
+def _without_effect(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a warning for each thing that the recipe describes and that the run will not do."""
+    if not recipe.evaluation.interval and (recipe.evaluation.tasks or recipe.evaluation.data):
+        yield "the files of [evaluation] are not evaluated: evaluation.interval = 0"
+    if recipe.sample.interval and not recipe.sample.tokens:
+        yield f"sample.interval = {recipe.sample.interval} has no effect: sample.tokens = 0"
 
 
 def _from_here(path: Path) -> str:
