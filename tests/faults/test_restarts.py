@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, run, start, wait_for
+from titanlike.distributed.process_group import PEER_ENDED
+from titanlike.distributed.torchrun import _first_failure
 
 pytestmark = pytest.mark.slow  # real jobs, in sequence
 
@@ -74,6 +77,33 @@ def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: i
     )
     assert "\nrestart 1 of 2: resumed at step 25\n" in output
     assert "torch.distributed.elastic" not in errors
+
+
+def test_the_process_that_failed_first_is_named() -> None:
+    """Not one that the launcher has killed because it did not end, and not one that lost the connection to a killed one."""
+
+    def first(*ends: tuple[int, int]) -> int:
+        failures = {
+            rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="") for rank, (code, _) in enumerate(ends)
+        }
+        for failure, (_, seconds) in zip(failures.values(), ends, strict=True):
+            failure.timestamp = seconds
+        return _first_failure(failures)[0]
+
+    assert first((-9, 130), (1, 100), (-15, 101)) == 1
+    assert first((1, 100), (-9, 101), (-15, 101)) == 1
+    assert first((1, 100), (-9, 100), (2, 101)) == 2
+
+
+def test_only_a_lost_connection_of_gloo_is_taken_for_one() -> None:
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711. More"
+    found = PEER_ENDED.search(text)
+    assert found and found[1] == "Connection closed by peer [127.0.0.1]:4711"
+    for other in (
+        "Caught OSError in a worker: Connection reset by peer",
+        "remote process exited or there was a network error",
+    ):
+        assert PEER_ENDED.search(other) is None
 
 
 def test_used_up_restarts_are_reported(tmp_path: Path) -> None:

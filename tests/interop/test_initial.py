@@ -1,5 +1,6 @@
 """Runs that start from weights, under any layout, and runs that end with an export."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from titanlike.config.dpo import DpoRecipe, PreferenceData
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.interop.weights import open_weights
+from titanlike.run.precomputation import version_of_weights
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import run_metadata
 
@@ -54,6 +56,11 @@ def test_frozen_weights_are_identified_by_their_content(alone: None, tmp_path: P
         one, same, other = (found(tmp_path / f"{prefix}{name}") for name in ("one", "same", "other"))
         assert one == same and one.keys() == other.keys() == {"checkpoint.initial"} and one != other
     assert found(tmp_path / "one") != found(tmp_path / "run_one")
+    versions = [version_of_weights(str(tmp_path / name), 0) for name in ("one", "run_one")]
+    for file in tmp_path.rglob("*.safetensors"):
+        os.utime(file, (1, 1))  # as after a change of what is not in the samples
+    changed = [version_of_weights(str(tmp_path / name), 0) for name in ("one", "run_one")]
+    assert changed[0] != versions[0] and changed[1] == versions[1]
     adapters = DpoRecipe(lora=Lora(rank=4), checkpoint=Checkpoint(initial=str(tmp_path / "one")))
     assert run_metadata(adapters, "", "", {}, torch.device("cpu")).weights == {}  # its checkpoint has them
 
@@ -62,9 +69,8 @@ def test_a_resumed_run_does_without_the_weights_it_started_from(tmp_path: Path) 
     recipe = recipe_from(tmp_path, tmp_path / "gone", "run")
     with pytest.raises(UserError, match="is not a folder"):
         check_machine(recipe)
-    step = tmp_path / "run/checkpoints/step-00000001"
-    step.mkdir(parents=True)
-    (step / "manifest.json").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/environment.json").touch()
     check_machine(recipe)
     with pytest.raises(UserError, match="is not a folder"):
         check_machine(

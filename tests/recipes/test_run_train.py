@@ -21,7 +21,7 @@ from tests.launching import ROOT, SMALL, command, descendants, environment, loss
 BATCH = {"training.global_batch_size": "4", "training.local_batch_size": "2", "validation.batches": "2"}
 
 
-LOST = r"error: rank [01] lost the connection to a rank that ended: Connection (closed|reset) by peer( \[\S+\]:\d+)?"
+LOST = r"error: rank [01] lost the connection to another rank: Connection (closed|reset) by peer( \[\S+\]:\d+)?"
 
 
 class Debug(NamedTuple):

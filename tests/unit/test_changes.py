@@ -79,7 +79,9 @@ def test_a_frozen_model_with_other_weights_is_refused_and_may_be_moved(recipe: D
         resumed("a", "other")
     with pytest.raises(UserError, match=f'{key} was "a", now "b"'):
         resumed("b", "other")
-    assert resumed("a", "other", (key,)) == [f'{key} = "a" had the weights one, now other']
+    assert resumed("a", "other", (key,)) == [
+        f'{key} = "a" had the weights one, now other (of a run that went on, name the checkpoint)'
+    ]
 
 
 def test_a_change_of_the_program_is_reported() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from titanlike.tools.arguments import positive_int
 from titanlike.utils import live_line
-from titanlike.utils.live_line import LiveLine
+from titanlike.utils.live_line import LiveLine, print_line
 
 PROGRAM = """
 from titanlike.utils.live_line import LiveLine
@@ -59,6 +59,23 @@ def test_a_full_disk_is_ignored(number: int, monkeypatch: pytest.MonkeyPatch) ->
     number = errno.EPIPE
     with pytest.raises(BrokenPipeError):
         LiveLine().print("text")
+
+
+def test_output_that_nobody_reads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, calls = True, list[str]()
+
+    def fail(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "")
+
+    monkeypatch.setattr("builtins.print", fail)
+    monkeypatch.setattr(live_line, "discard_unread_output", lambda: lost)
+    monkeypatch.setattr(LiveLine, "when_unread", lambda: calls.append("unread"))
+    LiveLine().print("text")
+    print_line("text", sys.stderr)
+    assert calls == ["unread", "unread"]
+    lost = False  # the error of another file
+    with pytest.raises(BrokenPipeError):
+        print_line("text")
 
 
 def test_terminal() -> None:

@@ -433,7 +433,7 @@ def test_a_path_that_is_not_read_is_refused_except_for_random_tokens() -> None:
         (PreferenceData(source="synthetic_preference", path="x"), "'preference'"),
     ):
         (problem,) = data.problems()
-        assert problem.endswith(f"reads no files; set data.source = {sources}, or remove it")
+        assert problem.endswith(f"reads no files; set data.source = {sources}, or remove the path")
 
 
 def test_a_section_of_a_copied_program_checks_itself() -> None:

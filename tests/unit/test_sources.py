@@ -14,7 +14,7 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import ShuffledMixture
-from titanlike.data.batches.sources import Sources, open_sources
+from titanlike.data.batches.sources import Sources, open_sources, paths_and_weights
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import cache as cache_module
@@ -143,6 +143,10 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
     fields = Fields("text", keys.pop("prompt", ""))
     prepare([str(file)], out, Section(**keys), fields=fields, validation_share=share, workers=0)  # type: ignore[arg-type]
     return str(out)
+
+
+def test_random_tokens_replace_a_mixture() -> None:
+    assert paths_and_weights(Data(source="synthetic", mixture=("a", "b"))) == (["synthetic"], [1.0])
 
 
 def test_shards_are_not_read_as_text(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Data:
             is_set = "data.mixture is set" if self.mixture else f"data.path = {self.path!r}"
             *others, last = map(repr, self.path_sources)
             sources = f"{', '.join(others)} or {last}" if others else last
-            yield f"{is_set}, but data.source = '{self.source}' reads no files; set data.source = {sources}, or remove it"
+            yield f"{is_set}, but data.source = '{self.source}' reads no files; set data.source = {sources}, or remove the path"
         if self.reads_paths and not self.path and not self.mixture:
             yield f"data.source = '{self.source}' requires data.path, which is empty; set it, or data.mixture"
         if "" in self.mixture:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn, TypeVar, cast
@@ -17,10 +18,11 @@ from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import exit_if_output_failed
 from titanlike.utils import compat, system
+from titanlike.utils.live_line import print_line
 
 T = TypeVar("T")
 
-PEER_ENDED = re.compile(r"Connection (closed|reset) by peer( \[\S+\]:\d+)?|remote process exited")  # of gloo and NCCL
+PEER_ENDED = re.compile(r"gloo\S*\] .*(Connection (closed|reset) by peer( \[\S+\]:\d+)?)")
 END = "end"  # key of the store: the job is complete
 
 
@@ -71,11 +73,14 @@ def session(
     except OSError as error:
         exit_if_output_failed(error)
         raise
-    except RuntimeError as error:  # of a collective; torch has no type for it
+    except RuntimeError as error:  # of gloo, which has no type for it
         if not (found := PEER_ENDED.search(str(error))):
             raise
+        time.sleep(environment.ERROR_DELAY)  # in which the launcher ends this process, and the rank that failed reports
         rank = environment.rank_info().rank
-        environment.print_error(UserError(f"rank {rank} lost the connection to a rank that ended: {found[0]}"))
+        environment.print_error(UserError(f"rank {rank} lost the connection to another rank: {found[1]}"))
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(1)
     except KeyboardInterrupt:
         if is_main():
@@ -283,13 +288,13 @@ def barrier_and_exit(code: int) -> NoReturn:
 def announce(activity: str) -> None:
     """Prints what a run does before its first step, on rank 0."""
     if is_main():
-        print(f"start   {activity}", flush=True)
+        print_line(f"start   {activity}")
 
 
 def warn(text: str) -> None:
     """Prints a warning on rank 0."""
     if is_main():
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print_line(f"warning: {text}", sys.stderr)
 
 
 def connect_to_store() -> Store:

@@ -19,7 +19,9 @@ from titanlike.distributed.command_line import BROKEN_PIPE
 from titanlike.distributed.environment import EXIT_RANK_MISSING
 from titanlike.distributed.launch_config import LaunchConfig
 from titanlike.utils import system
+from titanlike.utils.live_line import LiveLine, print_line
 
+TERMINATION = 20  # seconds; torchrun kills the others 30 s after the first failure
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
 STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP))]
 # torchrun's own signals, and the one that Slurm's --signal=USR1@120 sends before the time limit.
@@ -31,6 +33,7 @@ def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) ->
     # Failures are reported here in one line. torchrun's own report would follow the program's error message and hide it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    LiveLine.when_unread = lambda: None  # the processes stop by themselves if their output is the same
     signals = [name for name in SIGNALS if name != "SIGHUP" or not system.ignores_hangup()]
     agent = _agent_type(shutdown_timeout, is_elastic=config.max_nodes > 0)
     torch.distributed.launcher.api.LocalElasticAgent = agent  # type: ignore[misc]
@@ -70,12 +73,12 @@ def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) ->
         else:
             problems = [_describe(rank, failure.exitcode), *used_up]
         if problems:
-            print(f"error: {'; '.join(problems)}", file=sys.stderr)
+            print_line(f"error: {'; '.join(problems)}", sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as stopped:
         return 128 + stopped.sigval
     except RendezvousError as error:
-        print(f"error: {_describe_rendezvous(error, config)}", file=sys.stderr)
+        print_line(f"error: {_describe_rendezvous(error, config)}", sys.stderr)
         return 1
     return 0
 
@@ -109,7 +112,7 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if is_elastic and result.is_failed() and _first_failure(result.failures)[1].exitcode in STOPPED:
-                print("warning: a node leaves or joins; restarting", file=sys.stderr, flush=True)
+                print_line("warning: a node leaves or joins; restarting", sys.stderr)
                 self._restart_workers(worker_group)
                 return RunResult(state=WorkerState.HEALTHY)
             if result.is_failed() and self._remaining_restarts:
@@ -119,7 +122,7 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
                 else:
                     limit = worker_group.spec.max_restarts
                     restarting = f"restarting ({limit - self._remaining_restarts + 1} of {limit})"
-                    print(f"warning: {_describe(rank, failure.exitcode)}; {restarting}", file=sys.stderr, flush=True)
+                    print_line(f"warning: {_describe(rank, failure.exitcode)}; {restarting}", sys.stderr)
             return result
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = shutdown_timeout) -> None:
@@ -132,11 +135,11 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
                     death_sig = second.sigval
                     self._pcontext.close(death_sig, shutdown_timeout)
                 if time.monotonic() - start >= shutdown_timeout:
-                    print(
+                    print_line(
                         f"error: the processes did not exit within {shutdown_timeout} s of {death_sig.name} and were killed; a "
                         "checkpoint that they were saving is lost, earlier ones are kept; increase run.shutdown_timeout to allow "
                         "more time",
-                        file=sys.stderr,
+                        sys.stderr,
                     )
             super()._shutdown(death_sig)
 
@@ -151,7 +154,9 @@ def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Process
     """
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     reported = [item for item in ordered if item[1].exitcode in (USER_ERROR, EXIT_RANK_MISSING)]
-    killed = [item for item in ordered if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+    start = ordered[0][1].timestamp
+    early = [item for item in ordered if item[1].timestamp - start < TERMINATION]
+    killed = [item for item in early if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
     return (reported or killed or ordered)[0]
 
 

@@ -144,6 +144,8 @@ def load_initial(
 class HFWeights(Weights):
     """The weights of a Hugging Face folder."""
 
+    path: Path
+
     def __init__(self, path: Path, verify_share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         self.config = read_config(path, registered_configs())
@@ -171,11 +173,12 @@ class HFWeights(Weights):
             self._check_tied_head(*verify_share)
 
     def fingerprint(self) -> str:
-        files = [LocalFile(file) for file in tensor_files(Path(self.path))]
+        files = [LocalFile(file) for file in tensor_files(self.path)]
         digest = hashlib.sha256()
         for file in files:
             digest.update(f"{Path(str(file)).name} {file.size()}\n".encode())
-            for start in np.linspace(0, max(file.size() - SAMPLE_SIZE, 0), -(-NUM_SAMPLES // len(files))).astype(int):
+            num_samples = max(NUM_SAMPLES // len(files), 8)
+            for start in np.linspace(0, max(file.size() - SAMPLE_SIZE, 0), num_samples).astype(int):
                 digest.update(file.read(int(start), SAMPLE_SIZE).data)
         return digest.hexdigest()[:16]
 

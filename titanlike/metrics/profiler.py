@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlike.config.sections import Profiling
 from titanlike.distributed import environment
 from titanlike.utils import compat
+from titanlike.utils.live_line import print_line
 
 DIRECTORY = "profile"  # in the run directory
 
@@ -96,7 +97,7 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._folder.mkdir(parents=True, exist_ok=True)
             write(str(path))
         except (OSError, RuntimeError) as error:
-            print(f"warning: {path} cannot be written: {error}", flush=True)
+            print_line(f"warning: {path} cannot be written: {error}")
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

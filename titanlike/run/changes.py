@@ -61,7 +61,10 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
             differences.pop(key, None)  # the folder has moved
         elif key in saved.weights:
             path = json.dumps(recipe.initial_weights[key][0])
-            differences.setdefault(key, f"{key} = {path} had the weights {saved.weights[key]}, now {after}")
+            differences.setdefault(
+                key,
+                f"{key} = {path} had the weights {saved.weights[key]}, now {after} (of a run that went on, name the checkpoint)",
+            )
     if not saved.step:  # weights alone
         differences = {key: line for key, line in differences.items() if key.startswith("model.")}
     run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"

@@ -130,8 +130,7 @@ def pipeline_problems(recipe: PretrainRecipe) -> Iterator[str]:
 
 def initial_weights_problems(recipe: PretrainRecipe) -> Iterator[str]:
     """Yields a sentence for weights to start from that do not exist, or are a Hugging Face folder of another model."""
-    checkpoints = Path(recipe.run.dir, recipe.run.name, "checkpoints")
-    resumes = recipe.run.name != "" and any(checkpoints.glob("step-*/manifest.json"))
+    resumes = Path(recipe.run.dir, recipe.run.name, "environment.json").exists()
     for key, (path, model) in recipe.initial_weights.items():
         is_read = not resumes or key in recipe.frozen_weights
         if is_read and "://" not in path:

@@ -13,8 +13,10 @@ from torch import Tensor
 from titanlike.config import UserError
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
+from titanlike.data.documents.files import local_file, versions_of
 from titanlike.distributed import process_group
-from titanlike.interop.weights import NO_SHARE, open_weights
+from titanlike.interop.hf_folder import tensor_files
+from titanlike.interop.weights import NO_SHARE, HFWeights, open_weights
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.utils.file_lock import FileLock, LockHeld
 
@@ -94,4 +96,7 @@ def version_of_weights(initial: str, seed: int) -> list[Any]:
     """Returns what differs after a change of the weights, or of the seed of random ones."""
     if not initial:
         return ["random", seed]
-    return [open_weights(Path(initial), verify_share=NO_SHARE).fingerprint()]
+    weights = open_weights(Path(initial), verify_share=NO_SHARE)
+    # A fingerprint is of samples, if the files have no hashes.
+    files = tensor_files(weights.path) if isinstance(weights, HFWeights) else []
+    return [weights.fingerprint(), *versions_of([local_file(file) for file in files])]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -60,7 +60,7 @@ class LiveLine:
     def print(self, *parts: str | tuple[str, str]) -> None:
         """Prints one line made of `parts`; each is a text, or a text and its style on a terminal."""
         self._last_print = time.monotonic()
-        with self._output():
+        with _output():
             if self._progress is not None or (self.is_terminal and any(isinstance(part, tuple) for part in parts)):
                 from rich.console import Console
                 from rich.text import Text
@@ -70,24 +70,13 @@ class LiveLine:
             else:
                 print("".join(part if isinstance(part, str) else part[0] for part in parts), flush=True)
 
-    @contextmanager
-    def _output(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            when_unread = type(self).when_unread
-            if error.errno in NO_READER and when_unread is not None and discard_unread_output():
-                when_unread()
-            elif error.errno not in DISK_FULL:
-                raise
-
     def update(self, text: str, completed: float | None = None, total: float | None = None) -> None:
         """Sets the status text and the bar to `completed` of `total`. Shows the status line if it is not shown yet."""
         if not self.is_terminal:
             if time.monotonic() - self._last_print >= self._plain_interval:
                 self.print(text)
             return
-        with self._output():
+        with _output():
             if self._progress is None:
                 self._progress = self._start(text)
             (task,) = self._progress.task_ids
@@ -97,7 +86,7 @@ class LiveLine:
     def close(self) -> None:
         """Stops updating the status line. Lines printed later appear below it; `update` starts a new one."""
         if self._progress is not None:
-            with self._output():
+            with _output():
                 self._progress.stop()
             self._progress = None
 
@@ -113,3 +102,21 @@ class LiveLine:
         progress.add_task(text, total=None)
         progress.start()
         return progress
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Prints a line to stdout, or another stream, whose loss is handled as by `LiveLine`."""
+    with _output():
+        print(text, file=file, flush=True)
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        when_unread = LiveLine.when_unread
+        if error.errno in NO_READER and when_unread is not None and discard_unread_output():
+            when_unread()
+        elif error.errno not in DISK_FULL:
+            raise

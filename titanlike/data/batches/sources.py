@@ -87,10 +87,10 @@ def _dataset(section: Data, tokenizer: Tokenizer, seq_len: int) -> Callable[...,
 
 def paths_and_weights(section: Data) -> tuple[list[str], list[float]]:
     """Returns the paths that a section names, or the name of a source without paths, and their weights in a mixture."""
-    if section.mixture:
-        return list(section.mixture), list(section.weights or [1.0] * len(section.mixture))
     if not section.reads_paths:
         return [section.source], [1.0]
+    if section.mixture:
+        return list(section.mixture), list(section.weights or [1.0] * len(section.mixture))
     if not section.path:
         raise UserError(f"data.source = '{section.source}' requires data.path, which is empty; set it, or data.mixture")
     return [section.path], [1.0]

@@ -27,6 +27,7 @@ from titanlike.data.documents.readers import BadRecord, Document, Fields, read_d
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.utils.counter_rng import derive_seed
+from titanlike.utils.live_line import print_line
 
 BLOCK = 256  # records that are shuffled together: the most that a resumed reader reads again
 MAX_READERS = 64
@@ -236,6 +237,6 @@ class _Warnings:
             return
         self.seen.add(str(problem))
         if len(self.seen) <= MAX_WARNINGS:
-            print(f"warning: skipped {problem}", file=sys.stderr, flush=True)
+            print_line(f"warning: skipped {problem}", sys.stderr)
         else:
-            print(f"warning: skipped more records of {self.file.name}", file=sys.stderr, flush=True)
+            print_line(f"warning: skipped more records of {self.file.name}", sys.stderr)

@@ -105,7 +105,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     evaluator = Evaluator(section, Sample(), data, training, weights.config, tokenizer, 0)
     model = load_for_evaluation(weights, mesh, parallelism, device, arguments.dtype or default_dtype(device))
 
-    line = LiveLine(plain_interval=30.0, bar=True, transient=True)
+    line = LiveLine(bar=True, transient=True)
     shows = process_group.is_main() and not arguments.json
 
     def print_metrics(name: str, metrics: dict[str, float]) -> None:
@@ -113,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
             line.print(f"{name}: {_format_metrics(metrics)}")
 
     def show_progress(name: str, batch: int, num_batches: int) -> None:
-        if shows:
+        if shows and line.is_terminal:
             line.update(f"{name}: batch {batch:,} of {num_batches:,}", batch, num_batches)
 
     try:

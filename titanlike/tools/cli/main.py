@@ -110,7 +110,7 @@ def main() -> None:
     except UserError as error:
         environment.fail(error)
     commands = [*COMMANDS, *WITH_OVERRIDES, "train"]
-    if (name := sys.argv[1]) not in commands and (near := nearest(name, commands)):
+    if (name := sys.argv[1]) not in commands and (near := nearest(name, commands, cutoff=0.75)):
         environment.fail(UserError(f"{shown(name)} is not a command; did you mean titanlike {near}?"))
     arguments, overrides = parser.parse_known_args()
     command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"

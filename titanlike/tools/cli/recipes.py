@@ -71,7 +71,7 @@ def _copy(name: str, target: Path) -> None:
         near = nearest(name, list(found))
         hint = f"did you mean {near}?" if near else "`titanlike recipes` lists them"
         raise UserError(f"{shown(name)} is not a shipped recipe; {hint}")
-    if target.suffix not in ("", ".toml") and not target.is_dir():
+    if target.suffix[1:].isalpha() and target.suffix != ".toml" and not target.is_dir():
         raise UserError(f"{target}: give a folder, or the file of a recipe, which ends in .toml")
     recipe = target if target.suffix == ".toml" else target / f"{Path(name).name}.toml"
     program = recipe.with_suffix(".py")
