@@ -25,6 +25,7 @@ DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
 LAUNCHER_PID = "TITANLIKE_LAUNCHER_PID"  # set by the launcher
 ELASTIC = "TITANLIKE_ELASTIC"  # set by the launcher if the number of nodes may change
+SPARES = "TITANLIKE_SPARES"  # number of processes that are not in the job
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
 BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder of `data/batches/batch_record.py`
 SAGEMAKER_OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
@@ -84,7 +85,12 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 def set_world_size(size: int) -> None:
     """Sets the number of processes in the job, of which torchrun has started more."""
-    os.environ["WORLD_SIZE"] = str(size)
+    os.environ |= {SPARES: str(int(os.environ["WORLD_SIZE"]) - size), "WORLD_SIZE": str(size)}
+
+
+def num_spares(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of processes that torchrun has started and that are not in the job."""
+    return int(environ.get(SPARES, "0"))
 
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:

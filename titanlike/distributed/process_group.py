@@ -23,7 +23,6 @@ from titanlike.utils.live_line import print_line
 T = TypeVar("T")
 
 PEER_ENDED = re.compile(r"gloo\S*\] .*(Connection (closed|reset) by peer( \[\S+\]:\d+)?)")
-END = "end"  # key of the store: the job is complete
 
 
 @contextmanager
@@ -60,7 +59,9 @@ def session(
         barrier()  # a rank that still communicates may fail if a peer has exited
         is_failing = False
         if store and is_main():
-            store.set(END, "")
+            from titanlike.distributed.end_of_job import announce_end
+
+            announce_end(store)
     except UserError as error:
         if not dist.is_initialized() or world_size() == 1:
             environment.fail(error)
@@ -89,16 +90,6 @@ def session(
     finally:
         if dist.is_initialized():
             _destroy_process_group(abort=is_failing)
-
-
-def wait_for_end() -> None:
-    """Waits until rank 0 of the job ends its session. For a process outside of the process group, which exits as if stopped by a
-    signal if the session fails."""
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=2)))
-        store.wait([END], datetime.timedelta(days=365))
-    except (dist.DistNetworkError, dist.DistStoreError):
-        sys.exit(128 + signal.SIGTERM)
 
 
 def select_device(name: str, option: str) -> torch.device:

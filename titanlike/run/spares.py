@@ -27,7 +27,7 @@ def without_spares(recipe: PretrainRecipe, ranks: environment.RankInfo) -> envir
     else:
         return ranks  # the check of all of them says what is wrong
     if ranks.rank >= size:
-        from titanlike.distributed.process_group import wait_for_end
+        from titanlike.distributed.end_of_job import wait_for_end
 
         nodes, used = (number // ranks.local_world_size for number in (ranks.world_size, size))
         if ranks.local_rank == 0:
