@@ -1,4 +1,4 @@
-"""Terminal output: a status line that is updated in place below the printed lines, or plain lines without a terminal."""
+"""Output: a status line that is updated in place on a terminal, plain lines elsewhere, and what happens if nobody reads them."""
 
 import errno
 import os
