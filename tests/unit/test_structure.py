@@ -36,8 +36,7 @@ LAYERS_OF_TOOLS = [
     {"data", "harness", "interconnect", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "finding", "inference", "schema"},
 ]
-# The last 200 lines: metrics of machines and of terms of the loss, elastic jobs, best-fit packing, events in a store.
-MAX_MODULES, MAX_LINES = 85, 11_200
+MAX_CORE_LINES = 27_840  # of the package without its tools; it only falls
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents and path.name != "__main__.py"]
 
@@ -133,8 +132,8 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def test_a_run_imports_no_more_than_its_budget() -> None:
-    """Of this repository, before it trains the default model. A change that needs more raises the budget and says why."""
+def test_the_core_keeps_its_budget_of_lines() -> None:
+    """And the README states the sizes, among them what a run imports before it trains the default model."""
     found: set[Path] = set()
     queue = [ROOT / "recipes/pretrain.py", PACKAGE / "models/llama.py"]  # `build_model` imports the latter by name
     while queue:
@@ -146,8 +145,8 @@ def test_a_run_imports_no_more_than_its_budget() -> None:
             queue += [
                 file for part in parts for file in (part.with_suffix(".py"), part / "__init__.py") if file.is_file()
             ]
-    assert len(found) <= MAX_MODULES and lines_of(found) <= MAX_LINES
     core, tools = lines_of(CORE_SOURCES), lines_of(set(SOURCES) - set(CORE_SOURCES))
+    assert core <= MAX_CORE_LINES
     text = " ".join((ROOT / "README.md").read_text().split())
     stated = re.search(
         r"imports about (\S+) modules of this repository, with (\S+) lines\. Everything that can train has (\S+) lines; "
