@@ -82,7 +82,11 @@ def make_bundle(
     if template := getattr(recipe.data, "chat_template", ""):
         files["chat_template/template.jinja"] = Path(template)
         values["data.chat_template"] = "chat_template/template.jinja"
-    texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3), **metadata()}
+    texts = {
+        RECIPE: joined(path, SHIPPED.get(program), recipe=name),
+        "requirements.txt": requirements(recipe, s3=s3),
+        **metadata(),
+    }
     contents = {name: file.read_bytes() for name, file in files.items()}
     contents |= {name: text.encode() for name, text in texts.items()}
     return Bundle(dict(sorted(contents.items())), [RECIPE, *(f"--{k}={v}" for k, v in values.items())], recipe)

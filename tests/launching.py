@@ -20,8 +20,8 @@ SMALL = {
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
     "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "4",
     "training.local_batch_size": "2", "schedule.warmup_steps": "2", "validation.interval": "0",
-    "optimizer.lr": "1.5e-3", "optimizer.groups": "[]", "schedule.decay": "cosine", "schedule.min_ratio": "0.1",
-    "checkpoint.interval": "200",
+    "optimizer.lr": "1.5e-3", "optimizer.groups": "[]", "optimizer.muon_momentum": "0.95", "schedule.decay": "cosine",
+    "schedule.min_ratio": "0.1", "checkpoint.interval": "200",
     "sample.tokens": "0", "metrics.interval": "1", "metrics.trackers": "[]", "training.steps": "6",
 }  # fmt: skip
 

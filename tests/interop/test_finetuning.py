@@ -278,7 +278,6 @@ def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Pa
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (dict(lora=Lora(layers=("wq",))), r"lora.layers = \['wq'\] has no effect with lora.rank = 0; set lora.rank"),
         (dict(lora=Lora(rank=2, layers=("wx", "wq"))), r"^lora.layers: 'wx' matches no linear layer \(attention.wq, "),
         (
             dict(lora=Lora(rank=2, layers=("layers.0",)), parallelism=Parallelism(pipeline=2)),

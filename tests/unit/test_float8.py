@@ -118,8 +118,6 @@ def test_startup_summary_lists_converted_and_skipped_matrices() -> None:
         (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
         (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it computes scales on the"),
         ({}, dict(training=dict(compute_dtype="float16")), "does not support training.compute_dtype = 'float16': torch's float8 m"),
-        (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
-        (dict(scaling="none", all_gather=True), {}, "float8.all_gather and float8.emulate are set, but float8.scaling = 'none'"),
         (dict(head=True), dict(model=replace(LARGE, tied_head=True)), "float8.head = true, but the head of this model is"),
         (
             {}, dict(model=replace(LARGE, ffn_dim=14344)),

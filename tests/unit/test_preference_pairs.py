@@ -236,14 +236,6 @@ def test_the_losses_of_pairs_are_those_of_the_papers() -> None:
             dict(model=Qwen3MoeConfig(num_experts=4, experts_per_token=2, balance_loss=0.01)),
             "model.balance_loss = 0.01 is no part of a preference loss; set it to 0, and model.balance_bias_rate to balance",
         ),
-        (
-            dict(preference=dict(loss="simpo", reference="model")),
-            "preference.reference = 'model' has no effect with preference.loss = 'simpo'; set it to 'auto'",
-        ),
-        (
-            dict(preference=dict(loss="ipo", label_smoothing=0.1)),
-            "preference.label_smoothing = 0.1 has no effect with preference.loss = 'ipo'; set it to 0, or preference.loss = 'dpo'",
-        ),
         (dict(data=dict(source="preference", path="")), "data.source = 'preference' requires data.path, which is empty; set it"),
     ],
 )  # fmt: skip

@@ -136,7 +136,6 @@ def test_muon_clips_after_its_step_and_records_the_largest_logit() -> None:
     [
         (QWEN3, MUON, {}, "has QK-norm; set it to 0"),
         (GEMMA2, MUON, {}, "has attention_soft_cap; set it to 0"),
-        (LLAMA, (), {}, "is an option of Muon; add a table"),
         (
             LLAMA,
             MUON,

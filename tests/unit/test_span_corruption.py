@@ -217,8 +217,6 @@ def recipe(**sections: Any) -> Any:
         (recipe(training=dict(attention="flash")), "training.attention = 'flash' does not compute gradients of the biases"),
         (recipe(data=dict(document_masks=True)), "data.document_masks = true: spans are of the full sequence"),
         (recipe(data=dict(prompt_field="en")), "pairs of texts are read from data.source = 'text', not 'python_stdlib'"),
-        (recipe(seq2seq=dict(target_len=9)), "seq2seq.target_len is for pairs of texts; set data.prompt_field"),
-        (recipe(seq2seq=dict(source_prefix="a")), "seq2seq.source_prefix is for pairs of texts; set data.prompt_field"),
         (recipe(), "model.vocab_size = 320 has no row for each of the sentinels of 114 spans, .* set it to 384"),
         (recipe(seq2seq=dict(noise_density=0.9)), "the targets have .* tokens, more than model.max_seq_len = 2048"),
         (recipe(sample=dict(tokens=9)), "sample.tokens = 9: use `titanlike generate`"),

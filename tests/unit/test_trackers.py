@@ -294,8 +294,6 @@ def test_missing_packages_are_refused_before_training(monkeypatch: pytest.Monkey
         check_machine(PretrainRecipe(metrics=Metrics(trackers=("wandb",))))
     with pytest.raises(UserError, match=r"metrics\.trackers names 'tensorboard' twice; name it once"):
         check_recipe(PretrainRecipe(metrics=Metrics(trackers=("tensorboard", "tensorboard"))), 1)
-    with pytest.raises(UserError, match=r'metrics\.tensorboard_dir is set, but metrics\.trackers lacks "tensorboard"'):
-        check_recipe(PretrainRecipe(metrics=Metrics(trackers=(), tensorboard_dir="events")), 1)
     with pytest.raises(UserError, match=r"metrics\.tensorboard_dir = 'nowhere://events': Protocol not known: nowhere"):
         check_machine(PretrainRecipe(metrics=Metrics(tensorboard_dir="nowhere://events")))
     for wrong in ("9400", ":9400", "localhost:", "localhost:0", "localhost:65536", "localhost:x"):

@@ -8,8 +8,8 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeVar, cast
 
@@ -117,6 +117,43 @@ def shown(text: str) -> str:
     """Returns text that a user has written as an error repeats it: on one line, and not too long."""
     text = printable(text)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def show_value(value: Any) -> str:
+    """Formats a value of a recipe for an error: on one line, and not too long."""
+    return shown(json.dumps(value, default=str))
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """In the annotation of a field: the condition under which the field has an effect (`config/effect.py`).
+
+    Args:
+        keys: what the condition depends on: keys of the same section or, with a dot, of another one.
+        holds: whether the field has an effect, given their values.
+        remedy: what to do for it to have one, with the full names of the keys in place of {0}, {1}, ...
+        values: those of the first key with which it has one, if there is no `remedy`.
+    """
+
+    keys: tuple[str, ...]
+    holds: Callable[..., bool]
+    remedy: str = ""
+    values: tuple[Any, ...] = ()
+
+
+def only_with(key: str, *values: Any) -> OnlyWith:
+    """The field has an effect with these values of the key only."""
+    return OnlyWith((key,), lambda value: value in values, values=values)
+
+
+def only_from(key: str, minimum: int) -> OnlyWith:
+    """The field has an effect from this value of the key on."""
+    return OnlyWith((key,), lambda value: value >= minimum, remedy=f"set {{0}} to {minimum} or more")
+
+
+def only_if(holds: Callable[..., bool], *keys: str, remedy: str) -> OnlyWith:
+    """The field has an effect if `holds` is true of the values of the keys."""
+    return OnlyWith(keys, holds, remedy)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from titanlike.config.base import FilePath, NonNegativeFloat, PositiveFloat, section
+from titanlike.config.base import FilePath, NonNegativeFloat, PositiveFloat, only_with, section
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.sections import PretrainRecipe
 
@@ -17,8 +17,6 @@ class PreferenceData(ChatData):
     source: Literal["preference", "synthetic_preference"] = "preference"  # type: ignore[assignment]
     """`preference`: pairs of a chosen and a rejected answer, in JSON lines or Parquet. `synthetic_preference`: generated questions
     about sums, with a right and a wrong answer."""
-
-    path_sources: ClassVar[tuple[str, ...]] = ("preference",)
 
 
 @section
@@ -32,11 +30,13 @@ class Preference:
     beta: PositiveFloat = 0.1
     """Factor of the rewards: larger values keep the model closer to the reference. Common values are 0.1 for `dpo` and `ipo`, and
     2 for `simpo`."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5), only_with("loss", "dpo", "simpo")] = 0.0
     """Probability that the labels of a pair are exchanged, for noisy preferences (conservative DPO). 0 disables it."""
-    simpo_gamma: NonNegativeFloat = 0.5
+    simpo_gamma: Annotated[NonNegativeFloat, only_with("loss", "simpo")] = 0.5
     """Target margin of the rewards, for `simpo` only."""
-    reference: Literal["auto", "adapter_off", "model", "precomputed"] = "auto"
+    reference: Annotated[Literal["auto", "adapter_off", "model", "precomputed"], only_with("loss", "dpo", "ipo")] = (
+        "auto"
+    )
     """Source of the log-probabilities of the reference model, which is the model that training starts from. `adapter_off`: the
     model without its LoRA adapters. `model`: a second, frozen model, sharded as the first one. `precomputed`: computed once, before
     the first step, and cached in `data.cache`. `auto`: `adapter_off` with LoRA, otherwise `model`."""
@@ -45,19 +45,6 @@ class Preference:
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference model."""
         return self.loss != "simpo"
-
-    def problems(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction among the keys."""
-        if self.reference != "auto" and not self.has_reference:
-            yield (
-                f"preference.reference = '{self.reference}' has no effect with preference.loss = '{self.loss}'; set it to "
-                "'auto'"
-            )
-        if self.label_smoothing and self.loss == "ipo":
-            yield (
-                f"preference.label_smoothing = {self.label_smoothing} has no effect with preference.loss = 'ipo'; set it to 0, or "
-                "preference.loss = 'dpo'"
-            )
 
 
 @section

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlike.config.base import LIMIT, UserError, shown
-from titanlike.config.load import nearest, show_value
+from titanlike.config.base import LIMIT, UserError, show_value, shown
+from titanlike.config.load import nearest
 from titanlike.config.schema import describe
 
 MANY_UNKNOWN = 4  # keys, which are not typos but those of another program

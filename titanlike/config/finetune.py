@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from titanlike.config.base import FilePath, NonNegative, PositiveFloat, matches, section
-from titanlike.config.sections import Data, PretrainRecipe
+from titanlike.config.base import FilePath, NonNegative, PositiveFloat, matches, only_from, only_if, section
+from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, Data, PretrainRecipe, is_chat_source
+
+CHATS = only_if(is_chat_source, "source", remedy='set {0} = "chat"')
 
 
 @section
@@ -17,22 +19,20 @@ class ChatData(Data):
     conversations about sums. The others are plain text: `shards`: token shards from `titanlike data prepare`. `text`: text
     files, tokenized at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source
     code of Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
-    holdout_every: NonNegative = 50
+    holdout_every: Annotated[NonNegative, HOLDS_OUT, HAS_SEQUENCES] = 50
     """Hold out one of every `holdout_every` conversations, pairs or sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""
     validation_path: FilePath = ""
     """Conversations or pairs for validation, or, if `source` is plain text, shards or text. If set, no training data is held
     out."""
-    cache: FilePath = ""
+    cache: Annotated[FilePath, CACHES] = ""
     """Directory that caches the tokens of `chat`, `preference` and `text`. Default: `~/.cache/titanlike`."""
-    chat_template: FilePath = ""
+    chat_template: Annotated[FilePath, CHATS] = ""
     """Jinja file that renders the conversations of `chat` and `preference`. Default: the tokenizer's template or, if it has
     none, ChatML for a tokenizer with its tokens, and else a plain template."""
-    long_chats: Literal["truncate", "skip"] = "truncate"
+    long_chats: Annotated[Literal["truncate", "skip"], CHATS] = "truncate"
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it. Of a preference
     pair, this is the length of both conversations, of which the longer one is truncated first."""
-
-    path_sources: ClassVar[tuple[str, ...]] = ("chat", *Data.path_sources)
 
     @property
     def has_chats(self) -> bool:
@@ -43,14 +43,6 @@ class ChatData(Data):
     def masks_documents(self) -> str:
         """The key that masks attention between documents, with its value; "" if none does."""
         return f"data.source = '{self.source}'" if self.has_chats else super().masks_documents
-
-    def problems(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction among the keys."""
-        yield from super().problems()
-        if self.chat_template and not self.has_chats:
-            yield (
-                f"data.chat_template renders conversations, but data.source = '{self.source}'; set data.source = 'chat'"
-            )
 
     def missing_files(self) -> Iterator[str]:
         """Yields a sentence for each file that the section names and that this machine lacks, besides the data."""
@@ -64,16 +56,11 @@ class Lora:
 
     rank: NonNegative = 0
     """Inner dimension of the two matrices. 0 disables LoRA."""
-    alpha: PositiveFloat = 16.0
+    alpha: Annotated[PositiveFloat, only_from("rank", 1)] = 16.0
     """Their product is multiplied by `alpha / rank`."""
-    layers: tuple[str, ...] = ()
+    layers: Annotated[tuple[str, ...], only_from("rank", 1)] = ()
     """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
     all linear layers of the blocks."""
-
-    def problems(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction among the keys."""
-        if self.layers and not self.rank:
-            yield f"lora.layers = {list(self.layers)} has no effect with lora.rank = 0; set lora.rank"
 
     def selects(self, name: str) -> bool:
         """Whether a linear layer of a block has these matrices."""
@@ -143,11 +130,6 @@ class FinetuneRecipe(PretrainRecipe):
         return [
             f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"
         ]
-
-
-def is_chat_source(source: str) -> bool:
-    """Whether a value of `data.source` of any program stands for conversations."""
-    return "chat" in source or "preference" in source
 
 
 def lora_of(recipe: PretrainRecipe) -> Lora:

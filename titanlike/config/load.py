@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config.base import UserError, refuse_credentials, shown
+from titanlike.config.base import UserError, refuse_credentials, show_value, shown
+from titanlike.config.effect import drop_overridden
 from titanlike.config.shipped import shipped_recipes
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import FAMILIES, config_class
@@ -30,10 +31,13 @@ def load(
     path: Path,
     overrides: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    on_ignored: Callable[[str], None] = lambda line: None,
 ) -> T:
     """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key.
 
-    `defaults` are values of keys that neither the file nor the overrides set, as nested tables.
+    Args:
+        defaults: values of keys that neither the file nor the overrides set, as nested tables.
+        on_ignored: called with a sentence about keys that have their default, because a later setting disables them.
     """
     values, origins = read(path)
     values = _merge(dict(defaults or {}), values)
@@ -41,11 +45,16 @@ def load(
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _apply_model_size(recipe_type, values)
     try:
-        return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
+        recipe = TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
         from titanlike.config.errors import explain
 
         raise UserError(explain(recipe_type, error, origins, path)) from None
+    levels = {COMMAND_LINE: 2, str(path): 1}
+    recipe, ignored = drop_overridden(recipe, {key: levels.get(origin, 0) for key, origin in origins.items()})
+    for line in ignored:
+        on_ignored(f"{line}: ignored")
+    return recipe
 
 
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
@@ -113,9 +122,30 @@ def similar_recipe(path: Path) -> str:
     return "give a TOML file, or the name of a shipped recipe, which `titanlike recipes` lists"
 
 
-def joined(path: Path, **changes: Any) -> str:
-    """Returns a recipe and everything it extends as the text of one file. `changes` replace top-level keys."""
-    return dump(read(path)[0] | changes)
+def joined(path: Path, recipe_type: type | None = None, **changes: Any) -> str:
+    """Returns a recipe and everything it extends as the text of one file, which sets no key that the recipe disables in what it
+    extends, if its type is given. `changes` replace top-level keys."""
+    values, origins = read(path)
+    if recipe_type:
+        values = effective(recipe_type, values, [key for key, origin in origins.items() if origin == str(path)])
+    return dump(values | changes)
+
+
+def effective(recipe_type: type, values: Mapping[str, Any], later: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the values of a recipe without the keys that have no effect, except for those in `later` that only an earlier one
+    disables."""
+    sized = {name: dict(table) if isinstance(table, dict) else table for name, table in values.items()}
+    _apply_model_size(recipe_type, sized)
+    recipe: Any = TypeAdapter(recipe_type).validate_json(json.dumps(sized))
+    kept: Any = drop_overridden(recipe, dict.fromkeys(later, 1))[0]
+
+    def is_kept(section: str, key: str) -> bool:
+        return bool(getattr(getattr(recipe, section), key) == getattr(getattr(kept, section), key))
+
+    return {
+        name: {key: value for key, value in table.items() if is_kept(name, key)} if isinstance(table, dict) else table
+        for name, table in values.items()
+    }
 
 
 def dump(values: Mapping[str, Any]) -> str:
@@ -187,11 +217,6 @@ def _check_values(value: Any, name: str, depth: int = 0) -> None:
         raise ValueError(f"{shown(name)}: an integer has too many digits")
     elif isinstance(value, str) and "\0" in value:
         raise ValueError(f"{shown(name)} = {show_value(value)} contains the character NUL; remove it")
-
-
-def show_value(value: Any) -> str:
-    """Formats a value of a recipe for an error: on one line, and not too long."""
-    return shown(json.dumps(value, default=str))
 
 
 def _toml(value: Any) -> str:

@@ -1,9 +1,19 @@
 """Sections of the optimizer and the learning rate."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from titanlike.config.base import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, Share, matches, section
+from titanlike.config.base import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    PositiveFloat,
+    Share,
+    matches,
+    only_if,
+    only_with,
+    section,
+)
 
 MUON_STEPS = 5  # Newton-Schulz steps with which Muon orthogonalizes
 
@@ -24,6 +34,13 @@ class OptimizerGroup:
     """Weight decay coefficient. Default: that of `[optimizer]` for matrices, 0 for norms and biases."""
 
 
+HAS_MUON = only_if(
+    lambda groups: any(group.optimizer == "muon" for group in groups),
+    "groups", remedy="add a table [[{0}]] with optimizer = \"muon\"",
+)  # fmt: skip
+DECAYS = only_with("decay", "cosine", "linear", "sqrt")
+
+
 @section
 class Optimizer:
     """AdamW, or Muon for the matrices of blocks. Weight decay is not applied to norms and biases."""
@@ -42,29 +59,24 @@ class Optimizer:
     state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
     """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
     2 bytes, quantized in blocks that share a scale, of matrices whose rows are a multiple of 64 elements; 8 bytes of others."""
-    stochastic_rounding: bool = False
+    stochastic_rounding: Annotated[bool, only_with("training.master_dtype", "bfloat16")] = False
     """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
     `master_dtype = "bfloat16"`."""
     groups: tuple[OptimizerGroup, ...] = ()
     """Groups of parameters, each in a table `[[optimizer.groups]]`."""
-    muon_momentum: Share = 0.95
+    muon_momentum: Annotated[Share, HAS_MUON] = 0.95
     """Decay rate of Muon's momentum."""
-    muon_lr_scaling: Literal["rms", "spectral"] = "rms"
+    muon_lr_scaling: Annotated[Literal["rms", "spectral"], HAS_MUON] = "rms"
     """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
     so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
 
-    muon_qk_clip: NonNegativeFloat = 0.0
+    muon_qk_clip: Annotated[NonNegativeFloat, HAS_MUON] = 0.0
     """QK-clip: after each step, scales the weights of queries and keys of heads whose largest attention logit in the step was above
     this. Kimi K2 has 100. It computes the logits again, in blocks, which slows long sequences down: compare plans with and without
     it. For decoders without QK-norm. 0 disables it."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        if self.muon_qk_clip and all(group.optimizer != "muon" for group in self.groups):
-            yield (
-                f"optimizer.muon_qk_clip = {self.muon_qk_clip} is an option of Muon; add a table [[optimizer.groups]] with "
-                "optimizer = 'muon', or set it to 0"
-            )
         if self.state_dtype == "bfloat16" and self.beta2 > 0.98:
             yield (
                 f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {self.beta2}: the change of "
@@ -90,10 +102,10 @@ class Schedule:
     """Steps of linear warmup from 0 to the peak, at most `training.steps`. 0 disables it."""
     decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
     """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
-    decay_ratio: Fraction = 0.0
+    decay_ratio: Annotated[Fraction, DECAYS] = 0.0
     """Length of the decay, which ends at the last step, as a fraction of `training.steps`. A run that is resumed from its stable
     phase may change this section and `training.steps`. 0: all steps after the warmup, without a stable phase."""
-    min_ratio: Fraction = 0.1
+    min_ratio: Annotated[Fraction, DECAYS] = 0.1
     """Final learning rate as a fraction of the peak."""
 
     def num_decay_steps(self, num_steps: int) -> int:

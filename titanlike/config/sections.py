@@ -27,9 +27,14 @@ from titanlike.config.base import (
     Name,
     NonNegative,
     NonNegativeFloat,
+    OnlyWith,
     Positive,
     PositiveFloat,
+    only_from,
+    only_if,
+    only_with,
     section,
+    show_value,
     shown,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
@@ -40,9 +45,51 @@ from titanlike.models.llama_config import LlamaConfig
 
 DType = Literal["float32", "bfloat16"]
 ComputeDType = Literal[DType, "float16"]
+GENERATED = ("python_stdlib", "synthetic", "synthetic_chat", "synthetic_preference")  # sources that read no named files
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
+
+# Conditions of several fields.
+READS_FILES = only_with("source", "text", "shards", "stream", "chat", "preference")
+READS_TEXT = only_if(
+    lambda source, *others: source in ("text", "stream") or any(others),
+    "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
+)  # fmt: skip
+READS_RECORDS = only_if(
+    lambda source, *others: source not in ("shards", *GENERATED) or any(others),
+    "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
+)  # fmt: skip
+PACKS_TEXT = only_if(
+    lambda source: not is_chat_source(source),
+    "source",
+    remedy="set {0} to plain text: chats are always packed and masked so",
+)
+HOLDS_OUT = only_with("validation_path", "")
+HAS_SEQUENCES = only_with(
+    "source", "text", "shards", "chat", "preference", *GENERATED
+)  # a stream does not know all of them
+CACHES = only_if(
+    lambda source, *others: source not in ("shards", "stream", "synthetic") or any(others),
+    "source", "validation_path", "evaluation.data", "distillation.top_k", remedy="set {0} = \"text\"",
+)  # fmt: skip
+IS_FLOAT8 = only_with("scaling", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+SAVES = only_with("enabled", True)
+SKIPS = only_with("non_finite", "skip")
+
+
+def is_chat_source(source: str) -> bool:
+    """Whether a value of `data.source` of any program stands for conversations."""
+    return "chat" in source or "preference" in source
+
+
+def tracks_with(*trackers: TrackerName) -> OnlyWith:
+    """The field has an effect with one of these trackers only."""
+    return only_if(
+        lambda chosen: not set(trackers).isdisjoint(chosen),
+        "trackers",
+        remedy=f"add {show_value(trackers[0])} to {{0}}",
+    )
 
 
 @section
@@ -88,9 +135,9 @@ class Tokenizer:
     special: Literal["eos", "bos", "both"] = "eos"
     """Special tokens that delimit a document: `eos` appends one, `bos` prepends one, `both` does both. Token shards contain
     them and must have been prepared with the same value."""
-    eos: str = ""
+    eos: Annotated[str, only_with("special", "eos", "both")] = ""
     """End-of-sequence token. Default: the one that the tokenizer defines, or a common one."""
-    bos: str = ""
+    bos: Annotated[str, only_with("special", "bos", "both")] = ""
     """Beginning-of-sequence token. Default: the one that the tokenizer defines, or a common one."""
 
 
@@ -102,48 +149,46 @@ class Data:
     """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs. `text`: text files, tokenized
     at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source code of
     Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
-    path: FilePath = ""
+    path: Annotated[FilePath, READS_FILES] = ""
     """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
     as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `gs://`, `az://`, `https://`,
     `hf://datasets/`. A document is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as
     `.gz` or `.zst`. A SageMaker job's channel `train` takes precedence over the recipe."""
-    mixture: tuple[FilePath, ...] = ()
+    mixture: Annotated[tuple[FilePath, ...], READS_FILES] = ()
     """Several paths to mix, instead of `path`."""
-    weights: tuple[PositiveFloat, ...] = ()
+    weights: Annotated[tuple[PositiveFloat, ...], only_if(bool, "mixture", remedy="set {0}")] = ()
     """Sampling weights of the `mixture`, in its order, in sequences. They are normalized to sum to 1. Default: equal
     weights."""
-    text_field: str = "text"
+    text_field: Annotated[str, READS_TEXT] = "text"
     """Field of a JSON line or column of a Parquet file that contains the text."""
-    prompt_field: str = ""
+    prompt_field: Annotated[str, only_with("source", "text", "stream")] = ""
     """Field that contains a prompt, which precedes the text and is excluded from the loss. With `recipe = "seq2seq"`, it is the
     input of the encoder, and the text the target. Default: no prompt."""
-    bad_records: Literal["stop", "skip"] = "stop"
+    bad_records: Annotated[Literal["stop", "skip"], READS_RECORDS] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
-    document_masks: bool = False
+    document_masks: Annotated[bool, PACKS_TEXT] = False
     """Mask attention between documents in a packed sequence, and restart position ids at each document. On GPUs, attention is
     FlexAttention then, unless `training.attention` is `efficient` or `math`."""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Annotated[Literal["concatenate", "best_fit"], PACKS_TEXT] = "concatenate"
     """How documents become sequences. `concatenate`: one after the other, cut wherever a sequence ends; every token is read.
     `best_fit`: documents of up to `training.seq_len` tokens stay whole, longer ones are cut into full sequences and a rest, and
     sequences are padded. For `shards`, `text` and `python_stdlib`; chats are always packed so."""
-    holdout_every: NonNegative = 50
+    holdout_every: Annotated[NonNegative, HOLDS_OUT, HAS_SEQUENCES] = 50
     """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""
     validation_path: FilePath = ""
     """Shards or text for validation. If set, no training data is held out."""
-    cache: FilePath = ""
+    cache: Annotated[FilePath, CACHES] = ""
     """Directory that caches the tokens of `text`. Default: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
     """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
-    workers: Annotated[int, Field(ge=1, le=1024)] = 4
+    workers: Annotated[int, Field(ge=1, le=1024), only_with("source", "stream")] = 4
     """Threads that read a `stream`. The number does not change the batches."""
-
-    path_sources: ClassVar[tuple[str, ...]] = ("text", "shards", "stream")  # that read files which the recipe names
 
     @property
     def reads_paths(self) -> bool:
         """Whether the source reads files that the recipe names."""
-        return self.source in self.path_sources
+        return self.source not in GENERATED
 
     @property
     def masks_documents(self) -> str:
@@ -158,19 +203,13 @@ class Data:
         """Yields a sentence for each contradiction among the keys."""
         if self.holdout_every == 1:
             yield "data.holdout_every = 1 holds out every sequence; use 2 or more, or 0 to hold out none"
-        # Random tokens replace the files of a recipe in a benchmark.
-        if (self.path or self.mixture) and not self.reads_paths and self.source != "synthetic":
-            is_set = "data.mixture is set" if self.mixture else f"data.path = {self.path!r}"
-            *others, last = map(repr, self.path_sources)
-            sources = f"{', '.join(others)} or {last}" if others else last
-            yield f"{is_set}, but data.source = '{self.source}' reads no files; set data.source = {sources}, or remove the path"
         if self.reads_paths and not self.path and not self.mixture:
             yield f"data.source = '{self.source}' requires data.path, which is empty; set it, or data.mixture"
         if "" in self.mixture:
             yield "data.mixture contains an empty path; remove it"
         if self.path and self.mixture:
             yield "data.path and data.mixture are both set; remove one of them"
-        if self.weights and len(self.weights) != len(self.mixture):
+        if self.weights and self.mixture and len(self.weights) != len(self.mixture):
             numbers = f"{len(self.weights)} numbers for the {len(self.mixture)} paths of data.mixture"
             yield f"data.weights has {numbers}; give one each"
         if self.packing == "best_fit" and self.source in ("stream", "synthetic"):
@@ -178,8 +217,6 @@ class Data:
                 f"data.packing = 'best_fit' needs to know all documents, which data.source = '{self.source}' does not; use "
                 "'shards' or 'text', or data.packing = 'concatenate'"
             )
-        if self.source == "shards" and self.prompt_field:
-            yield "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`"
 
 
 @section
@@ -222,14 +259,14 @@ class Training:
     """Backend of scaled dot product attention. `auto` uses the first one available of `cudnn`, `flash`, `efficient` and `math`;
     on GPUs before Hopper, `flash` is the first. `flash3` and `flash4` are FlashAttention 3 and 4, if their packages are installed.
     With `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
-    loss_chunk: NonNegative = 4096
+    loss_chunk: Annotated[NonNegative, only_with("float8.head", False)] = 4096
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies. Each chunk reads and writes the float32 gradient of the LM head: smaller values are slower, those below a few
     hundred by far. 0 disables chunking."""
     non_finite: Literal["stop", "skip"] = "stop"
     """How to handle a non-finite loss or gradient: `stop` the run, or `skip` the optimizer update of that step. `skip`
     synchronizes the host with the GPU at every step."""
-    skip_limit: Annotated[int, Field(ge=1, le=99)] = 3
+    skip_limit: Annotated[int, Field(ge=1, le=99), SKIPS] = 3
     """Maximum number of skipped steps among any 100 consecutive steps, counted across resumes. One more stops the run."""
 
     @property
@@ -272,19 +309,23 @@ class Parallelism:
     they add none. Each token is sent to the ranks of its experts and back."""
     pipeline: Positive = 1
     """Pipeline parallelism: ranks over which the blocks are distributed. Communicates least: use it across nodes."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    pipeline_schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"], only_from("pipeline", 2)
+    ] = "1f1b"
     """Pipeline schedule. `1f1b` holds fewer activations than `gpipe`. The others have several stages per rank, and the last
     three also compute weight gradients separately; both reduce the pipeline bubble."""
-    pipeline_stages: NonNegative = 0
+    pipeline_stages: Annotated[NonNegative, only_from("pipeline", 2)] = 0
     """Stages per rank. 0: the schedule's default, one or two."""
-    pipeline_split: tuple[Positive, ...] = ()
+    pipeline_split: Annotated[tuple[Positive, ...], only_from("pipeline", 2)] = ()
     """Number of blocks of each stage, in order, such as `[7, 8, 8, 9]`. Default: balanced, counting the LM head as the
     equivalent number of blocks."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether FSDP frees the gathered parameters of a block after its forward pass. `auto`: yes, except for the LM head,
     which the backward pass uses first, and with a pipeline. `never` gathers once per forward and backward pass (as
     ZeRO-2 does) and keeps the whole model in memory in `compute_dtype`."""
-    gradient_sync: Literal["each_microbatch", "last_microbatch"] = "each_microbatch"
+    gradient_sync: Annotated[Literal["each_microbatch", "last_microbatch"], only_with("pipeline", 1)] = (
+        "each_microbatch"
+    )
     """When FSDP reduce-scatters gradients, if a step has several micro-batches. `each_microbatch` needs the least memory: a
     rank accumulates its shard of the gradients. `last_microbatch` communicates least, once per step: a rank accumulates all
     gradients in `training.reduce_dtype`, which in float32 takes 4 bytes for each parameter of its tensor-parallel shard.
@@ -303,10 +344,7 @@ class Parallelism:
     def problems(self) -> Iterator[str]:
         """Yields a sentence about the first contradiction among the keys of the pipeline."""
         pipeline, stages, split = self.pipeline, self.pipeline_stages, self.pipeline_split
-        if pipeline == 1 and (split or stages > 1):
-            key = "pipeline_split" if split else "pipeline_stages"
-            yield f"parallelism.{key} is set, but parallelism.pipeline = 1 has one stage; remove it"
-        elif split and stages and len(split) != stages * pipeline:
+        if split and stages and len(split) != stages * pipeline:
             yield (
                 f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {stages} x {pipeline}; "
                 "remove pipeline_stages"
@@ -345,31 +383,23 @@ class Float8:
     """Granularity of the scales. `tensorwise`: one per tensor, the fastest. `rowwise`: one per row, more accurate.
     `rowwise_with_gw_hp`: the same with weight gradients in `compute_dtype`, the most accurate. `mxfp8`: one per 32 elements,
     for Blackwell GPUs. `none` disables float8."""
-    all_gather: bool = False
+    all_gather: Annotated[bool, IS_FLOAT8] = False
     """Run FSDP's all-gather of the converted weights in float8: a quarter of float32's traffic and memory, half of
     bfloat16's. Requires `tensorwise`."""
-    layers: tuple[str, ...] = ()
+    layers: Annotated[tuple[str, ...], IS_FLOAT8] = ()
     """Linear layers to convert, by parts of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`, or `*` for all.
     Default: those linear layers of the blocks that are large enough for the faster matmul to outweigh the cost of the casts."""
-    skip: tuple[str, ...] = ()
+    skip: Annotated[tuple[str, ...], IS_FLOAT8] = ()
     """Linear layers not to convert, named in the same way."""
-    head: bool = False
+    head: Annotated[bool, IS_FLOAT8] = False
     """Convert the LM head too. Logits are more sensitive to rounding than hidden layers. Disables the chunked loss."""
-    emulate: bool = False
+    emulate: Annotated[bool, IS_FLOAT8] = False
     """Round to float8 but multiply in float32, to measure the effect of float8 on the loss on any machine. Slower than
     float32."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        default = Float8()
-        unused = [name for name in Float8.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
-        if self.scaling == "none" and unused:
-            verb, pronoun = ("is", "it") if len(unused) == 1 else ("are", "them")
-            yield (
-                f"float8.{' and float8.'.join(unused)} {verb} set, but float8.scaling = 'none' turns float8 off; "
-                f"set float8.scaling = 'tensorwise', or remove {pronoun}"
-            )
-        elif self.all_gather and self.scaling != "tensorwise":
+        if self.all_gather and self.scaling not in ("none", "tensorwise"):
             yield (
                 f"float8.all_gather = true requires one scale per matrix, but float8.scaling = {self.scaling!r} has many; "
                 "set float8.scaling = 'tensorwise', or all_gather = false"
@@ -395,7 +425,7 @@ class Compile:
     """`block` compiles one block and reuses the code for all, for a fast start. `none` disables compilation: on a CPU the first
     compilation takes about half a minute, too long for short runs. With `parallelism.expert`, `block` compiles what is before
     and after the experts of a block."""
-    backend: str = "inductor"
+    backend: Annotated[str, only_with("mode", "block")] = "inductor"
     """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
     `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""
 
@@ -407,10 +437,18 @@ class ActivationCheckpoint:
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `full` recomputes
     every block, and `memory_budget` lets the compiler choose what to keep. `none` disables it."""
-    memory_budget: Fraction = 0.5
+    memory_budget: Annotated[Fraction, only_with("mode", "memory_budget")] = 0.5
     """For `memory_budget`: fraction of a block's activations to keep. 0 is like `full`; 1 keeps everything that the compiler
     would."""
-    offload: bool = False
+    offload: Annotated[
+        bool,
+        only_if(
+            lambda mode, compile_mode: (mode, compile_mode) != ("selective", "none"),
+            "mode",
+            "compile.mode",
+            remedy='set {1} = "block", or {0} = "full"',
+        ),
+    ] = False
     """Copy what `mode` keeps to host memory, and back ahead of the backward pass, while the GPU computes. The activations of two
     blocks are on the GPU at a time. PCIe limits the speed: worthwhile for long sequences with `mode = "full"`, which keeps
     little."""
@@ -422,24 +460,24 @@ class Checkpoint:
 
     enabled: bool = True
     """Save checkpoints. Disable it to measure speed."""
-    interval: NonNegative = 500
+    interval: Annotated[NonNegative, SAVES] = 500
     """Steps between checkpoints. The last step is always saved. 0 saves the last step only."""
-    mode: Literal["async", "sync"] = "async"
+    mode: Annotated[Literal["async", "sync"], SAVES] = "async"
     """`async` blocks training while the state is copied to host memory, and writes it in a thread. `sync` blocks until it is
     written."""
-    keep: Positive = 2
+    keep: Annotated[Positive, SAVES] = 2
     """Number of most recent checkpoints to keep. Older ones are deleted after a newer one is committed."""
-    keep_every: NonNegative = 0
+    keep_every: Annotated[NonNegative, SAVES] = 0
     """Also keep every checkpoint whose step is a multiple of this. 0 disables it."""
     dir: FilePath = ""
     """Directory or fsspec URL, such as `s3://bucket/runs`, in which each run has a directory for its checkpoints. It belongs to
     one run directory: another run of the same name is refused. Default: the run directory."""
-    max_failures: Positive = 3
+    max_failures: Annotated[Positive, SAVES] = 3
     """Consecutive failed saves, on a full disk for example, after which the run stops. 1 stops at the first."""
     verify: Literal["content", "size"] = "content"
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
     very large checkpoint twice. From remote storage, `content` downloads files to the directory that TMPDIR names."""
-    export: Literal["none", "float32", "bfloat16"] = "none"
+    export: Annotated[Literal["none", "float32", "bfloat16"], SAVES] = "none"
     """Precision in which to export the model as a Hugging Face folder after the last step: `hf` in the run directory, or in
     `SM_MODEL_DIR` in a SageMaker job. Requires checkpoints in a local directory. `titanlike export` exports any checkpoint.
     `none` disables it."""
@@ -458,8 +496,6 @@ class Checkpoint:
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
         scheme, separator, _ = self.dir.partition("://")
-        if self.export != "none" and not self.enabled:
-            yield "checkpoint.export exports the last checkpoint, but checkpoint.enabled = false"
         if separator and scheme in ("memory", "http", "https", "data"):
             lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
             yield f"checkpoint.dir = {self.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
@@ -478,7 +514,7 @@ class Validation:
 
     interval: NonNegative = 250
     """Steps between validations. 0 disables validation."""
-    batches: Positive = 8
+    batches: Annotated[Positive, only_from("interval", 1)] = 8
     """Global batches in a validation: always the same ones, and equally many on every rank. Fewer if less data is held out; no
     batch is used twice."""
 
@@ -490,13 +526,13 @@ class Evaluation:
 
     interval: NonNegative = 0
     """Steps between evaluations. The last step is always evaluated. 0 disables evaluation."""
-    tasks: tuple[FilePath, ...] = ()
+    tasks: Annotated[tuple[FilePath, ...], only_from("interval", 1)] = ()
     """JSON lines files, each with the items of a task in the format of HellaSwag, ARC, PIQA or LAMBADA, which their fields tell.
     Its metrics have the name of the file."""
-    data: tuple[FilePath, ...] = ()
+    data: Annotated[tuple[FilePath, ...], only_from("interval", 1)] = ()
     """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte. Of shards, the
     test split is read if they have one, or else the validation split."""
-    limit: NonNegative = 0
+    limit: Annotated[NonNegative, only_from("interval", 1)] = 0
     """Number of items of each task, and of sequences of `data`, from the first. 0: all."""
 
     def problems(self) -> Iterator[str]:
@@ -520,11 +556,11 @@ class Sample:
 
     tokens: NonNegative = 0
     """Number of tokens to generate. 0 disables sampling."""
-    interval: NonNegative = 0
+    interval: Annotated[NonNegative, only_from("tokens", 1)] = 0
     """Steps between samples during training, which are recorded with the metrics. 0: at the end of the run only."""
-    prompt: str = "def "
+    prompt: Annotated[str, only_from("tokens", 1)] = "def "
     """Prompt to continue."""
-    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.7
+    temperature: Annotated[float, Field(ge=0.0, le=100.0), only_from("tokens", 1)] = 0.7
     """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness. 0 always chooses the most
     likely token."""
 
@@ -538,9 +574,9 @@ class Metrics:
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Experiment trackers that receive the records as well, each in a thread of its own: `tensorboard`, `wandb` (needs
     `pip install "titanlike[wandb]"`) and `mlflow` (`"titanlike[mlflow]"`). `[]` writes `metrics.jsonl` only."""
-    project: Annotated[str, Field(min_length=1, max_length=100)] = "titanlike"
+    project: Annotated[str, Field(min_length=1, max_length=100), tracks_with("wandb", "mlflow")] = "titanlike"
     """W&B project and MLflow experiment of the run."""
-    tensorboard_dir: str = ""
+    tensorboard_dir: Annotated[str, tracks_with("tensorboard")] = ""
     """Folder, or address such as `s3://bucket/tensorboard`, that receives TensorBoard's events in a subfolder with the run's name.
     They are copied to an address every 30 seconds. Default: `tensorboard/` of the run directory, and in a SageMaker job with a
     TensorBoardOutputConfig its local path."""
@@ -559,8 +595,6 @@ class Metrics:
         for name in sorted(set(self.trackers)):
             if self.trackers.count(name) > 1:
                 yield f"metrics.trackers names {name!r} twice; name it once"
-        if self.tensorboard_dir and "tensorboard" not in self.trackers:
-            yield 'metrics.tensorboard_dir is set, but metrics.trackers lacks "tensorboard"; add it, or remove the directory'
         address, _, port = self.prometheus.rpartition(":")
         if self.prometheus and not (address and port.isdecimal() and 0 < int(port) < 2**16):
             yield (
@@ -573,11 +607,21 @@ class Metrics:
 class Profiling:
     """Traces of training steps. `titanlike profile` prints where their time goes; Perfetto (ui.perfetto.dev) shows them."""
 
-    steps: tuple[Positive, ...] = ()
+    steps: Annotated[
+        tuple[Positive, ...],
+        only_if(
+            lambda steps, last: max(steps, default=0) <= last,
+            "steps",
+            "training.steps",
+            remedy="set {0} to at least the last of them",
+        ),
+    ] = ()
     """Steps at which to begin a trace, such as `[10, 1000]`. Default: no traces, at no cost."""
-    num_steps: Positive = 3
+    num_steps: Annotated[Positive, only_if(bool, "steps", remedy="set {0}")] = 3
     """Number of consecutive steps in a trace."""
-    ranks: tuple[NonNegative, ...] = (0,)
+    ranks: Annotated[
+        tuple[NonNegative, ...], only_if(lambda steps, memory: steps or memory, "steps", "memory", remedy="set {0}")
+    ] = (0,)
     """Ranks that are traced."""
     memory: bool = False
     """On GPUs, also record all allocations, and write a memory snapshot with each trace and at an out-of-memory error, for

@@ -5,12 +5,14 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from titanlike.config.base import FilePath, NonNegative, divisors, one_of, section
+from titanlike.config.base import FilePath, NonNegative, divisors, one_of, only_if, only_with, section
 from titanlike.config.sections import PretrainRecipe
 from titanlike.models.configs import ModelConfig
 from titanlike.models.t5_config import T5Config
 
 BYTES = 257  # tokens of the byte tokenizer, none of which is a sentinel
+HAS_PAIRS = only_if(bool, "data.prompt_field", remedy="set {0} to the field of the input")
+CORRUPTS_SPANS = only_with("data.prompt_field", "")
 ALIGNMENT = 8  # targets are padded to a multiple: attention kernels on GPUs need it of the biases, and tensor parallelism divides
 
 
@@ -40,14 +42,14 @@ class Seq2Seq:
     """Inputs and targets. They are spans of text or, with `data.prompt_field`, pairs of texts: the field `data.prompt_field` is the
     input, and `data.text_field` the target."""
 
-    noise_density: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+    noise_density: Annotated[float, Field(gt=0.0, lt=1.0), CORRUPTS_SPANS] = 0.15
     """Fraction of the tokens of a text that span corruption replaces. Not used for pairs."""
-    mean_noise_span_length: Annotated[float, Field(ge=1.0, le=1000.0)] = 3.0
+    mean_noise_span_length: Annotated[float, Field(ge=1.0, le=1000.0), CORRUPTS_SPANS] = 3.0
     """Mean number of consecutive tokens that one sentinel replaces. Not used for pairs."""
-    target_len: NonNegative = 0
+    target_len: Annotated[NonNegative, HAS_PAIRS] = 0
     """Maximum number of tokens of the target of a pair, with EOS; that of the input is `training.seq_len`. Longer texts are
     truncated. Default: `training.seq_len`. Those of span corruption follow from `noise_density`."""
-    source_prefix: str = ""
+    source_prefix: Annotated[str, HAS_PAIRS] = ""
     """Text before the input of each pair, such as `summarize: `. Default: none."""
 
     def spans(self, seq_len: int) -> Spans:
@@ -142,9 +144,6 @@ class Seq2SeqRecipe(PretrainRecipe):
             yield "data.document_masks = true: spans are of the full sequence, and pairs are separated in any case; set it to false"
         if self.has_pairs and self.data.source != "text":
             yield f"data.prompt_field is set: pairs of texts are read from data.source = 'text', not '{self.data.source}'"
-        if not self.has_pairs and (self.seq2seq.target_len or self.seq2seq.source_prefix):
-            name = "target_len" if self.seq2seq.target_len else "source_prefix"
-            yield f"seq2seq.{name} is for pairs of texts; set data.prompt_field to the field of the input, or remove it"
         num_spans = self.seq2seq.spans(training.seq_len).num_spans
         if self.tokenizer.encoding == "bytes" and not self.has_pairs and self.model.vocab_size < BYTES + num_spans:
             yield (

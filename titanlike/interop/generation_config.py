@@ -6,7 +6,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.config.finetune import is_chat_source
+from titanlike.config.sections import is_chat_source
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import BUILT_IN_NAME, ChatTemplate, build_chat_template
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of

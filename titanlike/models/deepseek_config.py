@@ -16,12 +16,13 @@ from titanlike.config.base import (
     UserError,
     divisors,
     one_of,
+    only_from,
     section,
 )
 from titanlike.models.base_config import ParameterSpec, require
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
-from titanlike.models.rope_config import yarn_problems
+from titanlike.models.rope_config import SCALES_ROPE, yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -56,7 +57,7 @@ class DeepseekConfig(MoeConfig):
 
     num_dense_layers: NonNegative = 1
     """Number of blocks, the first ones, that have a feed-forward layer instead of experts."""
-    dense_ffn_dim: Positive = 512
+    dense_ffn_dim: Annotated[Positive, only_from("num_dense_layers", 1)] = 512
     """Hidden dimension of the feed-forward layers of blocks without experts."""
     num_shared_experts: NonNegative = 1
     """Number of experts that compute every token, besides the others: one feed-forward layer of this many times `ffn_dim`."""
@@ -79,9 +80,9 @@ class DeepseekConfig(MoeConfig):
     """Multiplies the scores of a token's experts."""
     rope_scaling: PositiveFloat = 1.0
     """YaRN's factor of the sequence length: 40 in the published models; 1 disables it."""
-    rope_original_seq_len: Positive = 4096
+    rope_original_seq_len: Annotated[Positive, SCALES_ROPE] = 4096
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
-    rope_mscale: PositiveFloat = 1.0
+    rope_mscale: Annotated[PositiveFloat, SCALES_ROPE] = 1.0
     """YaRN multiplies attention scores by the square of 1 + 0.1 x this x the logarithm of `rope_scaling`."""
 
     defaults: ClassVar = {"rope_theta": 10000.0}
@@ -264,7 +265,7 @@ class DeepseekV3Config(DeepseekConfig):
     num_mtp_layers: Annotated[int, Field(ge=0, le=8)] = 0
     """Number of further tokens that each position learns to predict, with a block of multi-token prediction for each. Validation
     and generation do not compute these blocks. The published 671B has 1. 0 disables it."""
-    mtp_loss_weight: PositiveFloat = 0.3
+    mtp_loss_weight: Annotated[PositiveFloat, only_from("num_mtp_layers", 1)] = 0.3
     """Weight of the mean of the losses of further tokens, each normalized as the loss. They have a gradient only: the reported loss
     does not contain them. DeepSeek-V3 had 0.3 for the first 10 of its 14.8 trillion tokens, and then 0.1. Unused if
     `num_mtp_layers` is 0."""

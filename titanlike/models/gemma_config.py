@@ -1,9 +1,9 @@
 """Gemma 2 and the text models of Gemma 3: the blocks of Llama (`llama.py`) with the options below. Does not import torch."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, only_from, section
 from titanlike.models.base_config import ParameterSpec, require
 from titanlike.models.llama_config import LlamaFamilyConfig
 from titanlike.models.rope_config import rope_fields, rope_scaling
@@ -51,7 +51,7 @@ class GemmaConfig(LlamaFamilyConfig):
     sliding_window: NonNegative = 64
     """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
     On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
-    sliding_window_pattern: NonNegative = 0
+    sliding_window_pattern: Annotated[NonNegative, only_from("sliding_window", 1)] = 0
     """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
     blocks use it. Unused if `sliding_window` is 0."""
 

@@ -3,13 +3,13 @@ and a clamped SwiGLU. Does not import torch."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, Positive, PositiveFloat, section
 from titanlike.models.base_config import ParameterSpec
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
-from titanlike.models.rope_config import yarn_problems
+from titanlike.models.rope_config import SCALES_ROPE, yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(
@@ -39,7 +39,7 @@ class GptOssConfig(MoeConfig):
     sequence. The published sizes have 128. 0 disables it."""
     rope_scaling: PositiveFloat = 1.0
     """YaRN's factor of the sequence length: 32 in the published models; 1 disables it."""
-    rope_original_seq_len: Positive = 4096
+    rope_original_seq_len: Annotated[Positive, SCALES_ROPE] = 4096
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
 
     defaults: ClassVar = {"rope_theta": 150000.0, "max_seq_len": 131072}

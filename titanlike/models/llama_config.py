@@ -2,10 +2,11 @@
 import torch."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import Positive, PositiveFloat, divisors, one_of, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
+from titanlike.models.rope_config import SCALES_ROPE, rope_fields, rope_scaling
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
 
@@ -138,8 +139,6 @@ class LlamaFamilyConfig(TransformerConfig):
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        from titanlike.models.rope_config import rope_scaling
-
         scaling = rope_scaling(self)
         return {
             "architectures": [self.hf_architecture],
@@ -168,8 +167,6 @@ class LlamaFamilyConfig(TransformerConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        from titanlike.models.rope_config import rope_fields
-
         require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}), **cls.hf_fixed)
         heads = values["num_attention_heads"]
         own: dict[str, Any] = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}
@@ -229,7 +226,7 @@ class LlamaConfig(LlamaFamilyConfig):
     """Share the weight of the embedding and the LM head."""
     rope_scaling: PositiveFloat = 1.0
     """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
-    rope_original_seq_len: Positive = 8192
+    rope_original_seq_len: Annotated[Positive, SCALES_ROPE] = 8192
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
 
     defaults: ClassVar = {"rope_theta": 500000.0}

@@ -1,9 +1,9 @@
 """Config of ModernBERT. Does not import torch."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from titanlike.config.base import NonNegative, Positive, PositiveFloat, section
+from titanlike.config.base import NonNegative, Positive, PositiveFloat, only_from, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, require
 from titanlike.models.bert_config import EncoderConfig
 
@@ -44,12 +44,12 @@ class ModernBertConfig(EncoderConfig):
     sliding_window: NonNegative = 32
     """Window of the blocks with sliding-window attention: a token attends to itself, to half of this number of tokens before it,
     and to as many after it. 0 disables it. On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
-    global_attention_every: Positive = 3
+    global_attention_every: Annotated[Positive, only_from("sliding_window", 1)] = 3
     """Every how many blocks one attends to the full sequence: with 3, blocks 0, 3, 6, ... do, and the others use the window. Unused
     if `sliding_window` is 0."""
     rope_theta: PositiveFloat = 160000.0
     """Base of the RoPE frequencies of the blocks that attend to the full sequence."""
-    rope_local_theta: PositiveFloat = 10000.0
+    rope_local_theta: Annotated[PositiveFloat, only_from("sliding_window", 1)] = 10000.0
     """Base of the RoPE frequencies of the blocks with sliding-window attention."""
 
     hf_architecture = "ModernBertForMaskedLM"

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from titanlike.config.base import only_if
 from titanlike.models.base_config import require
+
+SCALES_ROPE = only_if(lambda factor: factor != 1.0, "rope_scaling", remedy="set {0}")
 
 # Turns in the original length between which a RoPE frequency is partly scaled.
 TURNS: dict[str, dict[str, Any]] = {

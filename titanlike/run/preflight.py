@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe, UserError, effect
 from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
@@ -28,7 +28,7 @@ BFLOAT16_MACOS = 14  # the first version of macOS with bfloat16 on its GPUs
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raises `UserError` with one line for each thing in the recipe that cannot work on this number of processes."""
-    problems = [*recipe.problems(), *_objective(recipe)]
+    problems = [*recipe.problems(), *effect.problems(recipe), *_objective(recipe)]
     for field in fields(recipe):
         section = getattr(recipe, field.name)
         problems += section.problems() if hasattr(section, "problems") else []
@@ -169,11 +169,6 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
 
 def _compiler(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.compile.mode == "none":
-        if recipe.activation_checkpoint.mode == "selective" and recipe.activation_checkpoint.offload:
-            yield (
-                "activation_checkpoint.offload = true has no effect on what mode = 'selective' keeps where compile.mode = 'none'; "
-                "set compile.mode = 'block', or use mode = 'full'"
-            )
         if recipe.activation_checkpoint.mode == "memory_budget":
             yield (
                 "activation_checkpoint.mode = 'memory_budget' is implemented by the compiler, but compile.mode = 'none'; "
@@ -205,11 +200,6 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
         yield (
             f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
             f"(model.dim = {model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
-        )
-    if optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
-        yield (
-            "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "
-            "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
         )
     if optimizer.groups:
         from titanlike.run.option_problems import group_problems
@@ -331,6 +321,8 @@ def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
         layout.shard * layout.context,
     )
     num_microbatches = training.num_microbatches(num_data_ranks)
+    if (rank := max(recipe.profiling.ranks, default=0)) >= (size := math.prod(layout.dimensions().values())):
+        yield f"profiling.ranks: rank {rank} does not exist in a run of {size} process{'es' if size > 1 else ''}; remove it"
     yield from recipe.model.expert_parallel_problems(layout.expert)
     if recipe.model.num_experts and any(group.optimizer == "muon" for group in _adamw_section(recipe).groups):
         from titanlike.run.option_problems import sharded_experts_problem
@@ -423,8 +415,11 @@ def _memory(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> I
     if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
         return
     parameters = recipe.model.num_parameters()
-    # Where weights are frozen, gradients are small.
-    needed = parameters * DTYPE_BYTES[recipe.training.master_dtype] * (2 if recipe.trains_all_weights else 1)
+    # Weights that are frozen are in the compute dtype, and gradients are small then.
+    training = recipe.training
+    needed = parameters * (
+        2 * DTYPE_BYTES[training.master_dtype] if recipe.trains_all_weights else DTYPE_BYTES[training.compute_dtype]
+    )
     needed = needed * recipe.parallelism.replicate // world_size * local_world_size
     if needed > available:
         yield (

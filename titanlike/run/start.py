@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.base import MAX_PATH, shown
-from titanlike.config.load import parse_value, read, show_value
+from titanlike.config.base import MAX_PATH, show_value, shown
+from titanlike.config.load import parse_value, read
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
@@ -120,7 +120,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if job := environment.sagemaker_job():
             overrides = job.data_paths(read(arguments.recipe)[0].get("data"), overrides) | overrides
             defaults = job.defaults(name_of(arguments.recipe.stem))
-        recipe = load(recipe_type, arguments.recipe, overrides, defaults)
+        ignored: list[str] = []
+        recipe = load(recipe_type, arguments.recipe, overrides, defaults, on_ignored=ignored.append)
         if arguments.resolved:
             print(to_toml(recipe), end="")
             sys.exit(0)
@@ -129,6 +130,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
 
             ranks = without_spares(recipe, ranks)
         check_recipe(recipe, arguments.check or ranks.world_size)
+        if ranks.rank == 0:
+            for line in (*ignored, *_ignored_program(program, arguments.recipe)):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
         texts = []
         if arguments.check and not arguments.check_files:
             texts = call_hooks(
@@ -168,8 +172,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
         others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
-        for warning in (*_ignored_program(program, arguments.recipe), *_without_effect(recipe)):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
         LiveLine().print(
             f"run     {Path(run.dir, run.name)}\n"
             f"program {_from_here(program)}, recipe {_from_here(arguments.recipe)}\n"
@@ -270,14 +272,6 @@ def _ignored_program(program: Path, recipe: Path) -> Iterator[str]:
             f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
             f'recipe = "{beside.stem}" in the recipe'
         )
-
-
-def _without_effect(recipe: PretrainRecipe) -> Iterator[str]:
-    """Yields a warning for each thing that the recipe describes and that the run will not do."""
-    if not recipe.evaluation.interval and (recipe.evaluation.tasks or recipe.evaluation.data):
-        yield "the files of [evaluation] are not evaluated: evaluation.interval = 0"
-    if recipe.sample.interval and not recipe.sample.tokens:
-        yield f"sample.interval = {recipe.sample.interval} has no effect: sample.tokens = 0"
 
 
 def _from_here(path: Path) -> str:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -35,12 +35,14 @@ def recipe_types() -> dict[str, type[PretrainRecipe]]:
     return {program.stem: recipe_type for program, recipe_type in SHIPPED.items()}
 
 
-def load_known(path: Path, overrides: Mapping[str, str]) -> PretrainRecipe:
-    """Loads a recipe of any program, with the sections that the shipped recipes have, too."""
+def load_known(
+    path: Path, overrides: Mapping[str, str], on_ignored: Callable[[str], None] = lambda line: None
+) -> PretrainRecipe:
+    """Loads a recipe of any program, with the sections that the shipped recipes have, too. `on_ignored` is that of `load`."""
     values = dict(overrides)
     program = program_of(path, values.pop("recipe", None))
     if program in SHIPPED:
-        return load(SHIPPED[program], path, values)
+        return load(SHIPPED[program], path, values, on_ignored=on_ignored)
     arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
     return known_sections(run_program(program, *arguments, "--resolved"))
 

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from titanlike.config.distill import RANDOM
-from titanlike.config.finetune import is_chat_source
 from titanlike.config.layout import SCHEDULES
-from titanlike.config.sections import Data, Float8, Tokenizer
+from titanlike.config.sections import Data, Float8, Tokenizer, is_chat_source
 
 
 def fitting_batch(parallelism: dict[str, Any], processes: int) -> dict[str, Any]:

@@ -164,9 +164,9 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     job = formats.convert(command_line.recipe, counts[0])
     if job:
         with formats.written(job) as path:
-            recipe = load_known(path, command_line.overrides)
+            recipe = load_known(path, command_line.overrides, _warn)
     else:
-        recipe = load_known(command_line.recipe, command_line.overrides)
+        recipe = load_known(command_line.recipe, command_line.overrides, _warn)
     hardware.check_dtype(recipe.training.compute_dtype)
     if recipe.model.num_layers > MAX_BLOCKS:
         raise UserError(
@@ -196,6 +196,10 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     if len(counts) > 1:
         return _scaling(request, counts)
     return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _print_converted(job: "Conversion", program: str, counts: list[int]) -> None:

@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from titanlike.config.base import UserError, printable, shown, validate
-from titanlike.config.load import dump, nearest, show_value
+from pydantic import ValidationError
+
+from titanlike.config.base import UserError, printable, show_value, shown, validate
+from titanlike.config.load import dump, effective, nearest
+from titanlike.config.sections import PretrainRecipe
 
 T = TypeVar("T")
 
+IDLE = "no effect beside the other keys"
 UNUSED = "no rule takes it into account in this job"
 MAX_VALUE = 10**13  # such as samples of a run
 WIDTH = 40  # column of the comments beside keys
@@ -152,6 +156,19 @@ class Conversion:
                 self.leave(key, f"unknown to {self.program}{meant}")
             elif key not in self.mapped and key not in self.not_mapped:
                 self.leave(key, UNUSED)
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        """Removes the keys that have no effect beside the others, as those of a checkpoint in a job that saves none."""
+        try:
+            kept = effective(PretrainRecipe, self.tables)
+        except ValidationError:  # explained where the recipe is loaded
+            return
+        for section, table in self.tables.items():
+            for ours in [f"{section}.{name}" for name in table if name not in kept[section]]:
+                for key in [key for key, targets in self.mapped.items() if targets == [ours]]:
+                    self.leave(key, IDLE, changes=False)
+        self.tables = kept
 
     def text(self) -> str:
         """Returns the recipe as TOML, with what became of each key in comments."""

@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.base import divisors
+from titanlike.config.base import divisors, show_value
+from titanlike.config.effect import drop_overridden
 from titanlike.config.layout import SCHEDULES
-from titanlike.config.load import show_value
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
@@ -30,7 +30,8 @@ def apply(recipe: PretrainRecipe, changes: Changes) -> PretrainRecipe:
     for name, value in changes.items():
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = value
-    return replace(recipe, **{name: replace(getattr(recipe, name), **keys) for name, keys in sections.items()})
+    changed = replace(recipe, **{name: replace(getattr(recipe, name), **keys) for name, keys in sections.items()})
+    return drop_overridden(changed, dict.fromkeys(changes, 2))[0]
 
 
 def text_of(changes: Changes) -> str:

@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_control_characters, section, shown
-from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value, similar_recipe
+from titanlike.config.base import (
+    FilePath,
+    Name,
+    NonNegative,
+    Positive,
+    has_control_characters,
+    section,
+    show_value,
+    shown,
+)
+from titanlike.config.load import COMMAND_LINE, _toml, dump, effective, nearest, read, similar_recipe
 from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe
@@ -182,7 +191,7 @@ def recipe_text(plan: SweepPlan, values: Mapping[str, Any]) -> str:
     for key, value in values.items():
         table, _, leaf = key.rpartition(".")
         (merged.setdefault(table, {}) if table else merged)[leaf] = value
-    return dump(merged)
+    return dump(effective(SHIPPED[program], merged, values) if program in SHIPPED else merged)
 
 
 def as_text(value: Any) -> str:

@@ -1,0 +1,251 @@
+"""Keys without effect: what the fields state about themselves is true of every field that states something."""
+
+import ast
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from titanlike.config import PretrainRecipe, UserError, effect, load
+from titanlike.config.base import OnlyWith, only_if, section
+from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.load import dump
+from titanlike.config.shipped import PROGRAMS
+from titanlike.models.configs import all_configs
+from titanlike.run.preflight import check_recipe
+from titanlike.tools.programs import recipe_types
+
+PACKAGE = PROGRAMS.parent / "titanlike"
+# Values to try for a field; those that its type refuses are left out.
+VALUES: tuple[Any, ...] = (
+    False, True, 0, 1, 2, 64, 0.25, 0.5, 32.0, "", "x", [], ["x"], [1], [64], ["mlflow"], [{"optimizer": "muon"}],
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A field that states a condition, in a recipe of a program."""
+
+    recipe_type: type[PretrainRecipe]
+    section: str
+    name: str
+    condition: OnlyWith
+    fixed: tuple[tuple[str, Any], ...] = ()  # keys that select the type of the section
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def keys(self) -> list[str]:
+        return [key if "." in key else f"{self.section}.{key}" for key in self.condition.keys]
+
+    def class_of(self, name: str) -> Any:
+        """Returns the class of a section; None if the program does not have it."""
+        if name == self.section and self.fixed:
+            return next(config for config in all_configs() if config.name == self.fixed[0][1])
+        return type(getattr(self.recipe_type, name)) if hasattr(self.recipe_type, name) else None
+
+    def table(self, values: dict[str, Any]) -> str:
+        """Returns the text of a recipe with these keys."""
+        tables: dict[str, dict[str, Any]] = {}
+        for key, value in (dict(self.fixed) | values).items():
+            tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+        return dump(tables)
+
+    @property
+    def default(self) -> Any:
+        return self.class_of(self.section).__dataclass_fields__[self.name].default
+
+    def assignment(self, *, holds: bool) -> dict[str, Any]:
+        """Returns values of the field and of what its condition depends on, with which the condition holds or does not. It is empty
+        if the program has none."""
+        keys = list(dict.fromkeys([*self.keys, self.key]))
+        for chosen in itertools.product(*(values_of(self, key) for key in keys)):
+            values = dict(zip(keys, chosen, strict=True))
+            found = bool(self.condition.holds(*(values[key][1] for key in self.keys)))
+            if values[self.key][1] != self.default and found == holds:
+                return {key: raw for key, (raw, _) in values.items() if raw is not None}
+        return {}
+
+    def problems(self, recipe: Any) -> list[str]:
+        """Returns the errors that name the field as one without effect."""
+        return [text for text in effect.problems(recipe) if f"{self.key} = " in text.split(" no effect ")[0]]
+
+
+@cache
+def values_of(case: Case, key: str) -> list[tuple[Any, Any]]:
+    """Returns values that a key may have, as TOML has them, where the default is None, and as the recipe has them."""
+    name, _, field = key.partition(".")
+    cls = case.class_of(name)
+    if cls is None or field not in cls.__pydantic_fields__:
+        return [(None, None)]
+    info, found = cls.__pydantic_fields__[field], [(None, cls.__dataclass_fields__[field].default)]
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    adapter = TypeAdapter(cls)
+    for raw in (*choices, *VALUES):
+        try:
+            parsed = getattr(adapter.validate_json(json.dumps({field: raw})), field)
+        except ValidationError:
+            continue
+        if parsed not in [other for _, other in found]:
+            found.append((raw, parsed))
+    return found
+
+
+def cases() -> Iterator[Case]:
+    for recipe_type in recipe_types().values():
+        for field in dataclasses.fields(recipe_type):
+            if field.name in ("model", "teacher"):
+                continue
+            for name, info in getattr(type(field.default), "__pydantic_fields__", {}).items():
+                for condition in (each for each in info.metadata if isinstance(each, OnlyWith)):
+                    yield Case(recipe_type, field.name, name, condition)
+    for config in all_configs():
+        for name, info in config.__pydantic_fields__.items():
+            for condition in (each for each in info.metadata if isinstance(each, OnlyWith)):
+                yield Case(PretrainRecipe, "model", name, condition, (("model.name", config.name),))
+
+
+CASES = {f"{case.recipe_type.__name__}-{dict(case.fixed).get('model.name', '')}-{case.key}": case for case in cases()}
+
+
+def loaded(case: Case, file: Path, **overrides: str) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    return load(case.recipe_type, file, overrides, on_ignored=lines.append), lines
+
+
+def value(recipe: Any, key: str) -> Any:
+    name, _, field = key.partition(".")
+    return getattr(getattr(recipe, name), field)
+
+
+def test_a_key_without_effect_is_an_error_or_said(tmp_path: Path) -> None:
+    assert len(CASES) > 150
+    failed, tried = [], {True: set(), False: set()}  # type: ignore[var-annotated]
+    for number, (label, case) in enumerate(CASES.items()):
+        own, base, top = (tmp_path / f"{number}-{name}.toml" for name in ("own", "base", "top"))
+        if effective := case.assignment(holds=True):
+            tried[True].add(case.key)
+            own.write_text(case.table(effective))
+            recipe, lines = loaded(case, own)
+            if case.problems(recipe) or any(f"{case.key} = " in line for line in lines):
+                failed.append(f"{label}, with an effect: {case.problems(recipe)} {lines}")
+        if not (idle := case.assignment(holds=False)):
+            continue
+        tried[False].add(case.key)
+        own.write_text(case.table(idle))
+        recipe, lines = loaded(case, own)
+        if len(case.problems(recipe)) != 1 or any(f"{case.key} = " in line for line in lines):
+            failed.append(f"{label}: {case.problems(recipe)} {lines}")
+
+        # The file extends one that sets the field, and disables it.
+        base.write_text(case.table({case.key: idle[case.key]}))
+        top.write_text(f'extends = "{base.name}"\n' + case.table({key: idle[key] for key in idle if key != case.key}))
+        recipe, lines = loaded(case, top)
+        said = [line for line in lines if f"{case.key} = " in line and line.endswith(": ignored")]
+        if value(recipe, case.key) != case.default or len(said) != 1 or case.problems(recipe):
+            failed.append(f"{label}, extended: {value(recipe, case.key)} {lines}")
+    assert failed == []
+    # Each field has an effect in some program, and none in some program.
+    assert tried[True] == tried[False] == {case.key for case in CASES.values()}
+
+
+def test_the_command_line_disables_what_the_file_sets_and_is_itself_checked(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('[lora]\nrank = 4\nalpha = 8.0\nlayers = ["wq"]\n')
+    lines: list[str] = []
+    recipe = load(FinetuneRecipe, file, {"lora.rank": "0"}, on_ignored=lines.append)
+    assert (recipe.lora.alpha, recipe.lora.layers) == (16.0, ())
+    assert lines == ['lora.alpha = 8.0 and lora.layers = ["wq"] have no effect with lora.rank = 0: ignored']
+
+    file.write_text("")
+    with pytest.raises(UserError) as error:
+        check_recipe(load(FinetuneRecipe, file, {"lora.alpha": "8.0", "data.source": "python_stdlib"}), 1)
+    assert str(error.value) == (
+        "lora.alpha = 8.0 has no effect with lora.rank = 0; set lora.rank to 1 or more, or remove it"
+    )
+
+
+def test_a_recipe_of_muon_is_changed_to_adamw_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "muon.toml").write_text(
+        '[optimizer]\nmuon_momentum = 0.9\nmuon_lr_scaling = "spectral"\n[[optimizer.groups]]\noptimizer = "muon"\n'
+    )
+    file = tmp_path / "adamw.toml"
+    file.write_text('extends = "muon.toml"\n[optimizer]\ngroups = []\n')
+    lines: list[str] = []
+    check_recipe(load(PretrainRecipe, file, on_ignored=lines.append), 1)
+    assert lines == [
+        'optimizer.muon_momentum = 0.9 and optimizer.muon_lr_scaling = "spectral" have no effect with optimizer.groups = []: '
+        "ignored"
+    ]
+
+
+def test_what_loses_its_effect_with_another_key_is_ignored_too(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[data]\nsource = "text"\nmixture = ["a", "b"]\nweights = [1.0, 2.0]\n')
+    file = tmp_path / "recipe.toml"
+    file.write_text('extends = "base.toml"\n[data]\nsource = "synthetic"\n')
+    lines: list[str] = []
+    recipe = load(PretrainRecipe, file, on_ignored=lines.append)
+    assert (recipe.data.mixture, recipe.data.weights) == ((), ())
+    assert len(lines) == 2
+
+
+def test_profiled_ranks_exist(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text("[profiling]\nsteps = [10]\nranks = [0, 9]\n")
+    recipe = load(PretrainRecipe, file)
+    with pytest.raises(UserError, match=r"profiling\.ranks: rank 9 does not exist in a run of 8 processes; remove it"):
+        check_recipe(recipe, 8)
+    check_recipe(recipe, 16)
+
+
+def test_a_section_of_a_program_states_conditions_too(tmp_path: Path) -> None:
+    @section
+    class Average:
+        decay: float = 0.0
+        """Weight of the previous average; 0 disables it."""
+        start: Annotated[int, only_if(bool, "decay", remedy="set {0}")] = 0
+        """First step."""
+
+    @section
+    class AveragingRecipe(PretrainRecipe):
+        average: Average = Average()
+
+    file = tmp_path / "recipe.toml"
+    file.write_text("[average]\nstart = 10\n")
+    with pytest.raises(
+        UserError, match=r"average\.start = 10 has no effect with average\.decay = 0\.0; set average\.decay"
+    ):
+        check_recipe(load(AveragingRecipe, file), 1)
+
+
+def test_every_field_is_read_by_code_that_trains() -> None:
+    """A key that no code reads has no effect, whatever the recipe says."""
+    read = set()
+    for path in (*PACKAGE.rglob("*.py"), *PROGRAMS.glob("*.py")):
+        if "tools" in path.parts or path.name in ("effect.py", "schema.py", "help.py"):
+            continue
+        tree = ast.parse(path.read_text())
+        # What only the checks of a section read has no effect on training.
+        checks = {
+            id(node)
+            for function in ast.walk(tree)
+            if getattr(function, "name", "") == "problems"
+            for node in ast.walk(function)
+        }
+        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in checks}
+    unread = {
+        f"{field.name}.{name}"
+        for recipe_type in recipe_types().values()
+        for field in dataclasses.fields(recipe_type)
+        for name in getattr(type(field.default), "__pydantic_fields__", {})
+        if name not in read
+    }
+    assert unread == set()
