@@ -59,7 +59,6 @@ def parallelize(
         from titanlike.models.token_loss import check_loss
 
         check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
-    cast_parameters(model, getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
         # Imported here: torchao takes two seconds.
@@ -73,6 +72,9 @@ def parallelize(
         from titanlike.models.lora import apply_lora
 
         apply_lora(model, blocks(model), lora)
+    master_dtype = getattr(torch, training.master_dtype)
+    # Nothing updates frozen weights: they need no other precision than the forward pass. Float8 all-gather casts from the master's.
+    cast_parameters(model, master_dtype, frozen_dtype=master_dtype if float8.all_gather else compute_dtype)
     # Split before the rest: a module of another stage needs no further transform.
     parts: list[Any] = [model]
     if mesh.pipeline.size() > 1:

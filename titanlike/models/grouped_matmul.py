@@ -90,7 +90,9 @@ class _AddBias(torch.autograd.Function):
         return bias[groups].add_(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
         # The sum of the rows of each group, without the atomic additions of the gradient of indexing.
         (ends,) = ctx.saved_tensors
         ones = gradient.new_ones(gradient.shape[0], ALIGNMENT // gradient.element_size())

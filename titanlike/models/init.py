@@ -30,7 +30,8 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
     copies: dict[str, str] = getattr(model, "copies", {})
     for own_name, parameter in model.named_parameters():
         name = copies.get(own_name, own_name)
-        full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+        # In float32 and then rounded: the numbers that a generator draws depend on the dtype.
+        full = torch.full(parameter.shape, torch.nan, device=device)
         init_parameter(name, full, torch.Generator(device).manual_seed(derive_seed(seed, name)))
         # A model may forget a parameter: find the NaN now, not at step 300.
         if bool(full.isnan().any()):

@@ -277,8 +277,10 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
             x_grad = torch.zeros_like(x)
             several = x.shape[0] > chunk or num_auxiliary > 0
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
-            bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+            # None of a frozen head, as that of a model with LoRA.
+            dtype = torch.float32 if several else weight.dtype
+            weight_grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+            bias_grad = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias.requires_grad else None
         num_main = x.shape[0] - num_auxiliary
         for first in (*range(0, num_main, chunk), *range(num_main, x.shape[0], chunk)):
             is_main = first < num_main
@@ -304,7 +306,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 auxiliary_total = loss if auxiliary_total is None else auxiliary_total + loss
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
-                add_product(weight_grad, logits.t(), x[rows])
+                if weight_grad is not None:
+                    add_product(weight_grad, logits.t(), x[rows])
                 if bias_grad is not None:
                     bias_grad += logits.sum(0, dtype=torch.float32)
             del logits  # before those of the next chunk are allocated
@@ -318,6 +321,6 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad, bias_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
-        weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
+        weight_grad = None if weight_grad is None else scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
         bias_grad = None if bias_grad is None else scaled(bias_grad, scale, ctx.bias_dtype)
         return x_grad, weight_grad, *[None] * 9, bias_grad, None, None

@@ -24,11 +24,13 @@ def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for module, name in named if (parameter := module._parameters.get(name)) is not None}
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of a model to `dtype`, except for its `float32_parameters`."""
+def cast_parameters(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype | None = None) -> None:
+    """Casts the parameters of a model to `dtype`, those without a gradient to `frozen_dtype` (default: the same), and its
+    `float32_parameters` to float32."""
     kept = float32_parameters(model)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+        own = dtype if parameter.requires_grad else frozen_dtype or dtype
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else own)
 
 
 def apply_mixed_precision(model: nn.Module, dtype: torch.dtype, *, cast_forward_inputs: bool = True) -> None:

@@ -150,7 +150,11 @@ def _folder(recipe: DistillRecipe, datasets: list[SequenceDataset], initial: str
     # Which sequences are held out is decided by the recipe.
     tokens = [[dataset.fingerprint, dataset.num_sequences] for dataset in datasets]
     split = [data.holdout_every, data.validation_path != "", data.long_chats, bool(data.masks_documents)]
-    precision = [training.compute_dtype, "" if initial else training.master_dtype, asdict(recipe.float8)]
+    precision = [
+        training.compute_dtype,
+        training.master_dtype if recipe.float8.all_gather else "",
+        asdict(recipe.float8),
+    ]
     weights = version_of_weights(initial, seed)
     of_loss = [section.top_k, section.temperature]
     key = hash_of(

@@ -130,7 +130,11 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
     tokens = [
         [dataset.fingerprint, dataset.first_pair, dataset.held_out, dataset.holdout_every] for dataset in datasets
     ]
-    precision = [training.compute_dtype, "" if initial else training.master_dtype, asdict(recipe.float8)]
+    precision = [
+        training.compute_dtype,
+        training.master_dtype if recipe.float8.all_gather else "",
+        asdict(recipe.float8),
+    ]
     key = hash_of(
         [
             FORMAT,

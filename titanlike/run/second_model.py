@@ -38,7 +38,7 @@ def build_frozen_model(
         seed: of random weights. Default: that of the recipe, whose model starts with the same weights.
         key: that of the recipe which names `initial`, for errors.
     """
-    model = parallelize_frozen(config, initial, recipe, mesh, parallelism, loss_reduction=loss_reduction)
+    model = parallelize_frozen(config, recipe, mesh, parallelism, loss_reduction=loss_reduction)
     initialize(model, device, recipe.run.seed if seed is None else seed, offload=parallelism.cpu_offload)
     if initial:
         load_initial(model, initial, config, recipe.checkpoint.allow_changed, key=key)
@@ -47,19 +47,13 @@ def build_frozen_model(
 
 def parallelize_frozen(
     config: TransformerConfig,
-    initial: str,
     recipe: PretrainRecipe,
     mesh: Mesh,
     parallelism: Parallelism,
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
-    """Returns the model of `build_frozen_model` on the meta device. Its weights are kept in the dtype that computes, not in the
-    master dtype, where that gives the same."""
-    training = recipe.training
-    # Random weights are drawn in the dtype of those that are trained, and float8 all-gather casts from that dtype.
-    if initial and not recipe.float8.all_gather:
-        training = replace(training, master_dtype=cast(Any, training.compute_dtype))
+    """Returns the model of `build_frozen_model` on the meta device."""
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
     if getattr(config, "balance_loss", 0.0):  # of the experts; nothing reads it
@@ -68,7 +62,7 @@ def parallelize_frozen(
         model = build_model(config)
     model.requires_grad_(False)
     return parallelize(
-        model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
+        model, mesh, split=parallelism.split(config), training=recipe.training, parallelism=parallelism,
         float8=recipe.float8, activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=recipe.compile, loss_reduction=loss_reduction, static_shapes=config != recipe.model,
     )  # fmt: skip

@@ -143,7 +143,7 @@ def weight_copies(job: Job, index: int) -> tuple[float, float]:
     copies that are kept for the backward pass. Compiled code casts a weight to float8 in each pass, and keeps no copy."""
     model, training, checkpointing = job.recipe.model, job.recipe.training, job.recipe.activation_checkpoint
     compute = DTYPE_BYTES[training.compute_dtype]
-    if job.uses_fsdp() or compute == DTYPE_BYTES[training.master_dtype]:
+    if job.uses_fsdp() or compute == job.weight_bytes:
         return 0.0, 0.0
     matrices: dict[str, tuple[int, ...]] = dict(model.block_matrices(index, job.layout.tensor))
     if model.has_experts(index):

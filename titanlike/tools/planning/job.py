@@ -5,11 +5,11 @@ from functools import cached_property
 from typing import Any
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.distill import RANDOM, DistillRecipe, teacher_of
+from titanlike.config.distill import DistillRecipe, teacher_of
 from titanlike.config.dpo import reference_of
 from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
-from titanlike.config.sections import ActivationCheckpoint, Parallelism
+from titanlike.config.sections import DTYPE_BYTES, ActivationCheckpoint, Parallelism
 from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.models.t5_config import T5Config
 from titanlike.tools.planning.program import TITANLIKE, Program
@@ -73,18 +73,16 @@ class Job:
         return "teacher" if self.distills else "reference model"
 
     @property
-    def frozen_weights(self) -> str:
-        """Where the weights of the second model are; empty: they are random."""
-        if isinstance(self.recipe, DistillRecipe):
-            teacher = self.recipe.distillation.teacher
-            return "" if teacher == RANDOM else teacher
-        return self.recipe.checkpoint.initial
+    def frozen_dtype(self) -> str:
+        """The dtype of weights without a gradient, as `parallelize` chooses it: of a second model, and beside LoRA's matrices."""
+        training = self.recipe.training
+        return training.master_dtype if self.recipe.float8.all_gather else training.compute_dtype
 
     @property
-    def frozen_dtype(self) -> str:
-        """The dtype of the second model's weights, as `run/second_model.py` chooses it."""
-        training, keeps_master = self.recipe.training, self.recipe.float8.all_gather
-        return training.compute_dtype if self.frozen_weights and not keeps_master else training.master_dtype
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the model's weights: of the frozen ones, with LoRA."""
+        frozen = self.forward_only or self.lora.rank > 0
+        return DTYPE_BYTES[self.frozen_dtype if frozen else self.recipe.training.master_dtype]
 
     @property
     def num_predicted(self) -> int:

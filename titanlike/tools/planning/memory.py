@@ -169,6 +169,7 @@ class _Sizes:
             ]
             trained = job.lora.rank * sum(map(sum, selected)) / model.num_parameters()
         shard = master / job.num_shards
+        weights = shard if not job.lora.rank else job.weight_bytes / job.num_shards + shard * trained
         state = STATE_BYTES.get(recipe.optimizer.state_dtype, 2.0 * master) / master
         # Muon has one moment, in the dtype of the weights.
         muon = matrices_of_muon(job, stages)
@@ -176,7 +177,7 @@ class _Sizes:
         second = cls.of(job.second, rank) if job.second else None
         frozen = second.num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if second else 0.0
         states = Usage(
-            parameters=round(num_parameters * shard + frozen),
+            parameters=round(num_parameters * weights + frozen),
             gradients=round(num_parameters * shard * trained),
             optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
             workspaces=WORKSPACES,
@@ -188,18 +189,18 @@ class _Sizes:
         hidden = job.num_predicted * tokens * model.dim * compute
         logits = loss_logits(job)
         weight_gradient = vocabulary * (4 if several else compute if job.uses_fsdp() else master)
-        cast = 0.0 if job.uses_fsdp() else vocabulary * compute
+        weight_gradient *= job.lora.rank == 0  # a frozen head has none
+        cast = 0.0 if job.uses_fsdp() or job.weight_bytes == compute else vocabulary * compute
         kept = hidden + weight_gradient
         gathered = hidden if layout.tensor > 1 else 0.0
         loss, loss_kept = kept + logits + gathered + cast, kept
         if job.trains_on_pairs:  # the gradients are computed in the backward pass, from what the forward pass has read
-            kept = hidden + weight_gradient * (job.lora.rank == 0)
             loss, loss_kept = (
                 logits + gathered + cast,
                 kept + logits + gathered + cast - min(logits, head_gradient(job)),
             )
         if job.distills:
-            loss_kept = kept = hidden + weight_gradient * (job.lora.rank == 0)
+            loss_kept = kept
             loss = kept + logits + gathered + cast
         return cls(
             num_parameters=num_parameters,
@@ -428,9 +429,9 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
 
 def head_gradient(job: Job) -> float:
     """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces. Where the backward pass computes the
-    logits, it is there after them, and a frozen head has none."""
+    logits, it is there after them; a frozen head has none."""
     model, element = job.recipe.model, DTYPE_BYTES[job.recipe.training.compute_dtype]
-    exists = job.uses_fsdp() and not ((job.trains_on_pairs or job.distills) and job.lora.rank)
+    exists = job.uses_fsdp() and not job.lora.rank
     return model.vocab_size * model.dim / job.layout.tensor * element if exists else 0.0
 
 

@@ -295,13 +295,12 @@ class Counts:
         norm = 14 * self.local_tokens * dim * self.element / 2
         if self.job.distills and self.job.forward_only:  # the loss of the student reads its logits
             return Passes(Workload(products[:1], bytes=norm, kernels=chunks + 2))
+        gradients = products if recipe.trains_all_weights else products[:2]
         if self.job.distills:  # four passes read the logits of both models, and one writes those of one
             logits = (18 if fused else 150) * self.element / 2 * tokens * vocab
-            gradients = products if recipe.trains_all_weights else products[:2]
             return Passes(Workload(gradients, bytes=logits + norm, kernels=(8 if fused else 60) * chunks + 12))
         if self.job.trains_on_pairs:
             kernels = (6 if fused else 14) * chunks + 10
-            gradients = products if recipe.trains_all_weights else products[:2]
             return Passes(
                 forward=Workload(products[:1], bytes=logits + norm, kernels=kernels),
                 backward_input=Workload(gradients, bytes=logits, kernels=kernels),
@@ -312,7 +311,9 @@ class Counts:
         other = (Matmul(rows, width, dim),) if transform else ()
         return Passes(
             Workload(
-                (*other, *products), bytes=logits + norm * (1 + bool(other)), kernels=(6 if fused else 14) * chunks + 10
+                (*other, *gradients),
+                bytes=logits + norm * (1 + bool(other)),
+                kernels=(6 if fused else 14) * chunks + 10,
             ),
             backward_input=Workload(other, bytes=norm * bool(other), kernels=8 * len(other)),
             backward_weight=Workload(

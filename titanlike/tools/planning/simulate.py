@@ -291,7 +291,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             if job.second:
                 eager = replace(recipe, compile=replace(recipe.compile, mode="none"))
                 second = parallelize_frozen(
-                    job.second.recipe.model, job.frozen_weights, eager, mesh, layout,
+                    job.second.recipe.model, eager, mesh, layout,
                     loss_reduction="none" if job.trains_on_pairs else "sum",
                 )  # fmt: skip
             if second and isinstance(recipe, DistillRecipe):

@@ -299,13 +299,15 @@ class Rank:
                 copied += 2.0 * each.bytes
             elif each.purpose == "gradients" and each.kind == "reduce-scatter":
                 copied += each.bytes * (1 + compute / reduced)
-        if not job.uses_fsdp():  # the forward and the backward pass cast each weight, and its gradient
-            copied = gathered * job.num_microbatches * 3.0 * (DTYPE_BYTES[training.master_dtype] + compute)
+        if (
+            not job.uses_fsdp()
+        ):  # the forward and the backward pass cast each weight that is not frozen, and its gradient
+            copied = sum(local) * job.num_microbatches * 3.0 * (DTYPE_BYTES[training.master_dtype] + compute)
         parts = {"weight copies": copied / self.kernels.memory_speed}
         updated = self.counts.optimizer_bytes(trained)
         if job.layout.cpu_offload:
             # The link moves weights to the GPU, and gradients to the host, whose update is bound by a memory of about this speed.
-            moved = gathered / job.num_shards * 2 * DTYPE_BYTES[training.master_dtype] + trained * reduced
+            moved = gathered / job.num_shards * 2 * job.weight_bytes + trained * reduced
             parts["optimizer"] = (updated + moved) / (self.hardware.host_gb_per_second * 1e9)
         else:
             parts["optimizer"] = updated / self.kernels.memory_speed
