@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.interop.models import CONFIGS, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
 from tests.pool import Pool
-from tests.training import assert_same, result, tiny, train, train_on_rank
+from tests.training import assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import Float8, Parallelism, Tokenizer
@@ -29,8 +30,10 @@ from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, load_weights, open_weights
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import build_model
+from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.adapter import export_adapter
+from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
@@ -141,6 +144,60 @@ def test_lora_is_the_same_under_any_layout(ranks: Ranks, tmp_path: Path, base: A
         tmp_path, "", base, **{**sections, "training": one_more}).training))  # fmt: skip
     ranks(1).run(train_on_rank, recipe(tmp_path, "single", base, **{**sections, "training": one_more}))
     assert_same(after, result(single), weights=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids=["one process", "FSDP"])
+def test_frozen_weights_in_the_compute_dtype_give_equal_results(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    section = tiny(tmp_path, "", lora=Lora(rank=4), training=dict(compute_dtype="bfloat16"))
+    found, expected = (ranks(world_size).run(_lora_step, section, frozen)[0] for frozen in ("compute", "master"))
+    trained = {name for name in found["dtypes"] if "lora_" in name}
+    assert {found["dtypes"][name] for name in trained} == {torch.float32}
+    assert {found["dtypes"][name] for name in found["dtypes"].keys() - trained} == {torch.bfloat16}
+    assert set(expected["dtypes"].values()) == {torch.float32}
+    assert found["gradients"].keys() == trained
+    assert torch.equal(found["loss"], expected["loss"])
+    for name, gradient in found["gradients"].items():
+        assert torch.equal(gradient, expected["gradients"][name]), name
+
+
+def _lora_step(section: Any, frozen: str) -> dict[str, Any]:
+    def cast_all(model: Any, dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        cast_parameters(model, dtype, frozen_dtype if frozen == "compute" else dtype)
+
+    with mock.patch("titanlike.parallelize.cast_parameters", cast_all):
+        model, _ = build(section)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):  # otherwise A has no gradient
+                local_tensor(parameter).fill_(0.1)
+    tokens = torch.arange(32).view(2, 16) % section.model.vocab_size
+    loss = model(tokens=tokens, labels=tokens.roll(-1, 1))
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    return {
+        "loss": loss.detach(),
+        "dtypes": {name: parameter.dtype for name, parameter in parameters.items()},
+        "gradients": {name: full_tensor(p.grad) for name, p in parameters.items() if p.grad is not None},
+    }
+
+
+def test_an_export_keeps_the_precision_of_loras_matrices(ranks: Ranks, tmp_path: Path, base: Any) -> None:
+    config, _ = base
+    tuned = recipe(
+        tmp_path, "run", base, lora=Lora(rank=4, layers=("wq",)), training=dict(compute_dtype="bfloat16"), optimizer=dict(lr=1e-3)
+    )  # fmt: skip
+    train(ranks(1), tuned)
+    state = result(tuned).state["model"]
+    layer = "layers.0.attention.wq"
+    assert state[f"{layer}.weight"].dtype == torch.bfloat16 and state[f"{layer}.lora_B"].abs().max() > 0
+    export(open_weights(tmp_path / "run"), tmp_path / "merged")
+    merged = build_model(config)
+    load_weights(merged, open_weights(tmp_path / "merged"))
+    added = 16.0 / 4 * state[f"{layer}.lora_B"] @ state[f"{layer}.lora_A"]
+    torch.testing.assert_close(
+        merged.get_parameter(f"{layer}.weight").detach(), state[f"{layer}.weight"].float() + added
+    )
+    assert open_weights(tmp_path / "merged").dtype(f"{layer}.weight") == torch.float32
 
 
 def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: Any) -> None:

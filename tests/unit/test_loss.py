@@ -53,6 +53,29 @@ def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_frozen_head_has_no_gradient_and_no_product_for_it(reduction: Any) -> None:
+    for frozen in (False, True):
+        x, weight, labels = inputs()
+        weight.requires_grad_(not frozen)
+        bias = None if reduction == "none" else torch.zeros(VOCAB, requires_grad=not frozen)
+        saved: list[Tensor] = []
+
+        def save(value: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(value)
+            return value
+
+        with Operations() as operations, torch.autograd.graph.saved_tensors_hooks(save, lambda value: value):
+            chunked_linear_cross_entropy(x, weight, labels, chunk=7, reduction=reduction, bias=bias).sum().backward()
+        (expected,) = torch.autograd.grad(reference(x, weight, labels), (x,))
+        torch.testing.assert_close(x.grad, expected)
+        assert (weight.grad is None) == frozen and (bias is None or (bias.grad is None) == frozen)
+        assert operations.counts["addmm_"] == (0 if frozen else 4)  # one for each chunk
+        if reduction == "sum":
+            shapes = [(TOKENS, DIM)] if frozen else [(TOKENS, DIM), (VOCAB, DIM), (VOCAB,)]
+            assert [tuple(value.shape) for value in saved] == shapes
+
+
 @pytest.mark.parametrize("token_loss", [False, True])
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_a_bias_of_the_logits(chunk: int, token_loss: bool) -> None:

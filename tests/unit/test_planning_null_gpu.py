@@ -27,10 +27,13 @@ LAUNCHES = {
     "mlm_debug", "modernbert_base", "seq2seq_debug", "t5_base",
 }  # fmt: skip
 H100 = load_hardware("h100")
-ROWS = json.loads((record.ROOT / "benchmarks/results/null_gpu_recipes.json").read_text())["rows"]
+ROWS, ON_ONE_GPU = (
+    json.loads((record.ROOT / f"benchmarks/results/null_gpu_{name}.json").read_text())["rows"]
+    for name in ("recipes", "lora")
+)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["recipe"])
+@pytest.mark.parametrize("row", [*ROWS, *ON_ONE_GPU], ids=lambda row: f"{row['recipe']}, {row['GPUs']}")
 def test_the_plan_is_within_2_percent_of_allocated_and_4_of_reserved_memory(row: dict[str, Any]) -> None:
     planned = recipes.plan(row["recipe"], row["GPUs"], row["options"])
     assert planned.allocated == pytest.approx(row["allocated"], rel=0.02)

@@ -265,7 +265,9 @@ class CheckpointWeights(Weights):
                 raise UserError(f"{self.path} has no {name} of shape {spec.shape}, which its recipe describes")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._entries[f"model.{name}"].dtype
+        # The frozen weights may have a lower precision than LoRA's matrices, which are merged with them.
+        matrix = next((f"{layer}.{lora.B}" for layer in self.adapted_layers), name)
+        return self._entries[f"model.{matrix}"].dtype
 
     def fingerprint(self) -> str:
         hashes = [[name, digest.sha256] for name, digest in sorted(self._files.items()) if name != store.STATE]
@@ -289,7 +291,7 @@ class CheckpointWeights(Weights):
         return self._read(name, whole(shape))
 
     def _read(self, name: str, shard_range: ShardRange) -> Tensor:
-        values = torch.empty(shard_range.shape, dtype=self.dtype(name))
+        values = torch.empty(shard_range.shape, dtype=self._entries[f"model.{name}"].dtype)
         self._reader.fill(f"model.{name}", values, shard_range)
         return values
 
