@@ -20,7 +20,7 @@ from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.loss import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.mixed_precision import apply_mixed_precision
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision, cast_parameters
 from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def parallelize(
         from titanlike.models.token_loss import check_loss
 
         check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
-    model.to(getattr(torch, training.master_dtype))
+    cast_parameters(model, getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
         # Imported here: torchao takes two seconds.

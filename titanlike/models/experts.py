@@ -42,6 +42,7 @@ class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
     casts_parameters = True
+    float32_parameters = ("expert_bias",)  # whose steps a bfloat16 would round away, and with it the order of experts
     counts_load = False
     """Whether to return counts in training also where nothing balances the load."""
     load: Tensor | None = None

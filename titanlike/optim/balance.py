@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from titanlike.models.experts import Router, total_load
-from titanlike.utils import compat
 from titanlike.utils.dtensor import local_tensor
 
 
@@ -35,11 +34,8 @@ class BalanceBias(torch.optim.Optimizer):
             return loss
         signs = (total * total.shape[1] - total.sum(1, keepdim=True)).sign()
         for router, sign in zip(self.routers, signs, strict=True):
-            bias = _bias_of(router)
-            local = local_tensor(bias)
-            # Not of all of a bias: with fake tensors, torch gives another offset than 0.
-            start = compat.local_shape_and_offset(bias)[1][0] if local.shape != bias.shape else 0
-            local.sub_(sign[start : start + local.shape[0]].to(local), alpha=self.rate)
+            bias = local_tensor(_bias_of(router))  # the whole one on every rank
+            bias.sub_(sign.to(bias), alpha=self.rate)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import UserError
 from titanlike.parallelisms.blocks import check_choice, find_blocks
+from titanlike.parallelisms.mixed_precision import float32_parameters
 from titanlike.utils import compat
 from titanlike.utils.modules import without_owner
 
@@ -86,6 +87,7 @@ def apply_fsdp(
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
         ),
         offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        ignored_params=float32_parameters(model),  # would be gathered in `compute_dtype`
     )
     inner = {index: _inner_units(group, inner_units or {}) for index, group in enumerate(groups)}
     for index, group in enumerate(groups):

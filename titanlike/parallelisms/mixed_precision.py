@@ -17,6 +17,20 @@ from titanlike.utils.compat import tree_map_only
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
 
+def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters that modules name in `float32_parameters`: they have no gradient, stay in float32 whatever the dtype
+    of the others, and FSDP neither shards nor casts them."""
+    named = ((module, name) for module in model.modules() for name in getattr(module, "float32_parameters", ()))
+    return {parameter for module, name in named if (parameter := module._parameters.get(name)) is not None}
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model to `dtype`, except for its `float32_parameters`."""
+    kept = float32_parameters(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+
+
 def apply_mixed_precision(model: nn.Module, dtype: torch.dtype, *, cast_forward_inputs: bool = True) -> None:
     """Has the modules inside of a model compute with their floating-point parameters cast to `dtype`. Parameters and gradients keep
     their own dtype.

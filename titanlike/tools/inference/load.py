@@ -13,6 +13,7 @@ from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.parallelize import parallelize
 
@@ -29,7 +30,8 @@ def load_for_generation(
     sequence. `encoder_decoder` allows one with an encoder."""
     _check_config(weights.config, mesh.tensor.size(), encoder_decoder)
     with torch.device("meta"):
-        model = build_model(weights.config).to(getattr(torch, dtype))
+        model = build_model(weights.config)
+    cast_parameters(model, getattr(torch, dtype))
     if mesh.tensor.size() > 1:
         plan = cast(Mapping[str, str], model.tensor_plan)
         apply_tensor(model, plan, mesh.tensor, blocks=blocks(model), sequence_parallel=False)
