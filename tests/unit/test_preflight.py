@@ -64,6 +64,10 @@ def test_the_defaults_are_valid() -> None:
             "with beta2 = 0.999: the change of a step is below its precision; use beta2 = 0.98 or less",
         ),
         (
+            dict(optimizer=dict(beta2=0.99), training=dict(master_dtype="bfloat16")), 1,
+            "state_dtype = 'full' (that of training.master_dtype = 'bfloat16') cannot represent a second moment with beta2",
+        ),
+        (
             dict(optimizer=dict(stochastic_rounding=True)), 1,
             "has no effect on training.master_dtype = 'float32'; set training.master",
         ),

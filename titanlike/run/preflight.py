@@ -206,6 +206,13 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
             f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
             f"(model.dim = {model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
         )
+    full, dtype = optimizer.state_dtype == "full", recipe.training.master_dtype
+    if (dtype if full else optimizer.state_dtype) == "bfloat16" and optimizer.beta2 > 0.98:
+        yield (
+            f"optimizer.state_dtype = '{optimizer.state_dtype}' {f'(that of training.master_dtype = {dtype!r}) ' if full else ''}"
+            f"cannot represent a second moment with beta2 = {optimizer.beta2}: the change of a step is below its precision; use "
+            "beta2 = 0.98 or less, or state_dtype = '8bit'"
+        )
     if optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
         yield (
             "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "

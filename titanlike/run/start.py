@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.base import MAX_PATH, shown
 from titanlike.config.load import parse_value, read, show_value
+from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
@@ -150,6 +151,13 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         environment.fail(
             UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
         )
+    if ranks.rank == 0:
+        for warning in (
+            *_ignored_program(program, arguments.recipe),
+            *_without_effect(recipe),
+            *_rounded_updates(recipe),
+        ):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
         print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
@@ -168,8 +176,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
         others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
-        for warning in (*_ignored_program(program, arguments.recipe), *_without_effect(recipe)):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
         LiveLine().print(
             f"run     {Path(run.dir, run.name)}\n"
             f"program {_from_here(program)}, recipe {_from_here(arguments.recipe)}\n"
@@ -278,6 +284,19 @@ def _without_effect(recipe: PretrainRecipe) -> Iterator[str]:
         yield "the files of [evaluation] are not evaluated: evaluation.interval = 0"
     if recipe.sample.interval and not recipe.sample.tokens:
         yield f"sample.interval = {recipe.sample.interval} has no effect: sample.tokens = 0"
+
+
+def _rounded_updates(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a warning if weights in bfloat16 are rounded to nearest after each step. LoRA's matrices begin near 0."""
+    optimizer = recipe.optimizer
+    rounds = recipe.training.master_dtype == "bfloat16" and recipe.trains_all_weights
+    if rounds and isinstance(optimizer, Optimizer) and not optimizer.stochastic_rounding:
+        has_muon = any(group.optimizer == "muon" for group in optimizer.groups)  # it rounds to nearest only
+        yield (
+            f"training.master_dtype = 'bfloat16' without optimizer.stochastic_rounding: steps of optimizer.lr = {optimizer.lr:g} "
+            f"do not move weights above {256 * optimizer.lr:.2g}, because they are rounded away (weights of norms are near 1); set "
+            f"{'' if has_muon else 'optimizer.stochastic_rounding = true, or '}training.master_dtype = 'float32'"
+        )
 
 
 def _from_here(path: Path) -> str:
