@@ -12,20 +12,13 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DeepseekV3Config as HFDeepseekV3Config
-from transformers import GptOssConfig as HFGptOssConfig
-from transformers import MixtralConfig as HFMixtralConfig
-from transformers import Qwen3MoeConfig as HFQwen3MoeConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from benchmarks.figures import cpu_name
 from titanlike.models.deepseek_config import DeepseekV3Config
@@ -34,13 +27,13 @@ from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.run.run_dir import versions
 
-FAMILIES: dict[str, tuple[MoeConfig, type[nn.Module], type]] = {
-    f"{config.name} {size}": (config(**config.sizes[size]), router, config_class)
-    for config, size, router, config_class in (
-        (MixtralConfig, "8x7B", MixtralTopKRouter, HFMixtralConfig),
-        (Qwen3MoeConfig, "30B-A3B", Qwen3MoeTopKRouter, HFQwen3MoeConfig),
-        (GptOssConfig, "20B", GptOssTopKRouter, HFGptOssConfig),
-        (DeepseekV3Config, "671B", DeepseekV3TopkRouter, HFDeepseekV3Config),
+MODELS: dict[str, MoeConfig] = {
+    f"{config.name} {size}": config(**config.sizes[size])
+    for config, size in (
+        (MixtralConfig, "8x7B"),
+        (Qwen3MoeConfig, "30B-A3B"),
+        (GptOssConfig, "20B"),
+        (DeepseekV3Config, "671B"),
     )
 }
 BOUNDS = (0.1, 0.5, 1.0, 3.0)  # of the balancing biases
@@ -72,11 +65,16 @@ def in_bfloat16(router: Router, x: Tensor) -> Tensor:
     return ranking.topk(config.experts_per_token, dim=-1).indices
 
 
-def of_transformers(name: str, router: Router, x: Tensor) -> Tensor:
+def of_transformers(router: Router, x: Tensor) -> Tensor:
     """Returns the experts of tokens (T, D) by the router of transformers, in the dtypes that it has in a model in bfloat16."""
-    config, router_class, config_class = FAMILIES[name]
-    values = {name: value for name, value in config.to_hugging_face().items() if name != "architectures"}
-    reference: Any = router_class(config_class(**values))
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, and only measurements need it
+
+    config = router.config
+    values = replace(config, num_layers=config.num_dense_layers + 1).to_hugging_face()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    mlp = model.model.layers[-1].mlp
+    reference = (mlp.router if hasattr(mlp, "router") else mlp.gate).to_empty(device="cpu")
     if router.expert_bias is None:
         reference.to(torch.bfloat16)
     else:
@@ -84,7 +82,8 @@ def of_transformers(name: str, router: Router, x: Tensor) -> Tensor:
     reference.weight.copy_(router.weight)
     if router.bias is not None:
         reference.bias.copy_(router.bias)
-    return reference(x)[-1]  # type: ignore[no-any-return]
+    experts: Tensor = reference(x)[-1]
+    return experts
 
 
 def share_of_others(found: Tensor, expected: Tensor) -> float:
@@ -95,11 +94,11 @@ def share_of_others(found: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def measure(name: str, bound: float, tokens: int) -> dict[str, Any]:
     """Returns the shares of tokens with other experts than in float32."""
-    config = FAMILIES[name][0]
+    config = MODELS[name]
     generator = torch.Generator().manual_seed(0)
     router = router_of(config, bound, generator)
     x = torch.randn(tokens, config.dim, generator=generator).bfloat16()
-    theirs = of_transformers(name, router, x)
+    theirs = of_transformers(router, x)
     reference = theirs
     if router.expert_bias is None:
         linear_bias = None if router.bias is None else router.bias.float()
@@ -116,14 +115,26 @@ def measure(name: str, bound: float, tokens: int) -> dict[str, Any]:
     return row
 
 
+def table(measured: dict[str, Any]) -> str:
+    """Returns the table of the documentation."""
+    lines = [
+        "| Model | Bound of the balancing bias | Logits and bias in bfloat16 | Transformers in bfloat16 | titanlike |",
+        "|---|---|---|---|---|",
+    ]
+    for row in measured["rows"]:
+        shares = " | ".join(f"{row[name]:.1%}" for name in ("in_bfloat16", "transformers", "titanlike"))
+        lines.append(f"| {row['model']} | {row['bias'] or ''} | {shares} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    bounds = {name: BOUNDS if config.has_expert_bias else (0.0,) for name, (config, *_) in FAMILIES.items()}
-    rows = [measure(name, bound, arguments.tokens) for name in FAMILIES for bound in bounds[name]]
+    bounds = {name: BOUNDS if config.has_expert_bias else (0.0,) for name, config in MODELS.items()}
+    rows = [measure(name, bound, arguments.tokens) for name in MODELS for bound in bounds[name]]
     if arguments.out:
         report = {
             "command": f"python -m benchmarks.routing {shlex.join(sys.argv[1:])}",
