@@ -235,7 +235,7 @@ def test_the_gradient_of_the_auxiliary_loss_is_that_of_its_formula(score: Any) -
     """Of routers of two blocks, for sequences of which one has fewer labels."""
     config = config_of(router_score=score, balance_loss=0.3)
     module = BalanceLoss(config)
-    module.set_replicas(2)
+    module.num_replicas = 2
     generator = torch.Generator().manual_seed(0)
     blocks = [Router(config), Router(config)]
     for router in blocks:

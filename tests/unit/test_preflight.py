@@ -65,7 +65,7 @@ def test_the_defaults_are_valid() -> None:
         ),
         (
             dict(optimizer=dict(beta2=0.99), training=dict(master_dtype="bfloat16")), 1,
-            "state_dtype = 'full' (that of training.master_dtype = 'bfloat16') cannot represent a second moment with beta2",
+            "state_dtype = 'full' cannot represent a second moment, in bfloat16, with beta2 = 0.99",
         ),
         (
             dict(optimizer=dict(stochastic_rounding=True)), 1,

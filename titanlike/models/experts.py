@@ -121,17 +121,9 @@ class BalanceLoss(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
-        self.set_replicas(1)
-        self.sequence_group: dist.ProcessGroup | None = None
+        self.num_replicas = 1  # ranks that compute the same tokens and sum their gradients: tensor-parallel ranks
+        self.sequence_group: dist.ProcessGroup | None = None  # that shares each sequence: context-parallel ranks
         self.terms: LossTerms | None = None
-
-    def set_replicas(self, num_replicas: int) -> None:
-        """Sets the number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
-        self.num_replicas = num_replicas
-
-    def set_sequence_group(self, group: dist.ProcessGroup) -> None:
-        """Sets the ranks that share each sequence: context-parallel ranks."""
-        self.sequence_group = group
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, whose gradient now contains that of the auxiliary loss.

@@ -152,11 +152,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
         )
     if ranks.rank == 0:
-        for warning in (
-            *_ignored_program(program, arguments.recipe),
-            *_without_effect(recipe),
-            *_rounded_updates(recipe),
-        ):
+        for warning in (*_ignored_program(program, arguments.recipe), *_without_effect(recipe)):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
@@ -284,12 +280,8 @@ def _without_effect(recipe: PretrainRecipe) -> Iterator[str]:
         yield "the files of [evaluation] are not evaluated: evaluation.interval = 0"
     if recipe.sample.interval and not recipe.sample.tokens:
         yield f"sample.interval = {recipe.sample.interval} has no effect: sample.tokens = 0"
-
-
-def _rounded_updates(recipe: PretrainRecipe) -> Iterator[str]:
-    """Yields a warning if weights in bfloat16 are rounded to nearest after each step. LoRA's matrices begin near 0."""
     optimizer = recipe.optimizer
-    rounds = recipe.training.master_dtype == "bfloat16" and recipe.trains_all_weights
+    rounds = recipe.training.master_dtype == "bfloat16" and recipe.trains_all_weights  # LoRA's matrices begin near 0
     if rounds and isinstance(optimizer, Optimizer) and not optimizer.stochastic_rounding:
         has_muon = any(group.optimizer == "muon" for group in optimizer.groups)  # it rounds to nearest only
         yield (
