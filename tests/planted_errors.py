@@ -286,8 +286,8 @@ ERRORS = {
     ),
     "balance loss": Planted(
         "titanlike/parallelisms/tensor.py",
-        "module.set_replicas(mesh.size())",
-        "module.set_replicas(1)",
+        "module.num_replicas = mesh.size()",
+        "module.num_replicas = 1",
         "tests/distributed/test_moe.py",
     ),
     "balancing bias": Planted(

@@ -1,7 +1,7 @@
 """Mixture of experts under every kind of layout: parity with one process, and expert parallelism."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
+from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard, saved_steps
 from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, tiers
 from tests.pool import Pool
 from tests.training import (
@@ -23,16 +23,19 @@ from tests.training import (
     mesh_of,
     tiny,
     train,
+    train_on_rank,
     world_size,
 )
+from titanlike.checkpoint.loader import read_whole
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.sections import Parallelism
+from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.tools.verify.recipe import Result, differences
+from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
 # Those of the default and of the slow tests; the others run with `-m every`.
@@ -240,6 +243,89 @@ def test_the_state_has_a_bias_of_each_router_and_no_moments_of_it(ranks: Ranks, 
     assert {round(value / rate, 3) for bias in biases.values() for value in bias.tolist()} <= {-1.0, 0.0, 1.0}
     assert any(bool(bias.any()) for bias in biases.values())
     assert not [name for name in state["optimizer"] if "expert_bias" in name]
+
+
+def _routing(recipe: PretrainRecipe) -> list[tuple[int, int]]:
+    """Returns for each router the number of tokens, and of those that have other experts than by scores and a bias in float32."""
+    model, mesh = build(recipe)
+    found: list[tuple[int, int]] = []
+    for router in routers(model):
+        bias = local_tensor(router.expert_bias)  # type: ignore[arg-type]
+        assert bias.dtype == torch.float32 and bias.shape == (recipe.model.num_experts,)
+        bias.copy_(3.0 + 0.011 * torch.arange(len(bias)))  # numbers that bfloat16 does not have
+        weight = full_tensor(router.weight).bfloat16().float()
+
+        def compare(_: nn.Module, inputs: Any, routes: Any, weight: Tensor = weight, bias: Tensor = bias) -> None:
+            x = inputs[0]
+            assert x.dtype == torch.bfloat16
+            ranking = (x.float() @ weight.T).sigmoid() + bias
+            expected = ranking.topk(recipe.model.experts_per_token).indices.sort(-1).values
+            differ = (routes.indices.sort(-1).values != expected).any(-1)
+            found.append((differ.numel(), int(differ.sum())))
+
+        router.register_forward_hook(compare)
+    tokens = torch.randint(320, (16, 32), generator=torch.Generator().manual_seed(mesh.data_rank))
+    model(tokens, labels=tokens).backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "sections"),
+    [
+        ({}, {}),
+        (dict(shard=2), {}),
+        (dict(replicate=2), {}),
+        (dict(tensor=2), {}),
+        (dict(shard=2, expert=2), {}),
+        (dict(context=2), {}),
+        (dict(tensor=2, shard=2, expert=2), dict(activation_checkpoint=ActivationCheckpoint(mode="full"))),
+    ],
+    ids=str,
+)
+def test_the_experts_of_tokens_are_those_of_float32_under_every_layout(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    training = dict(compute_dtype="bfloat16", master_dtype="bfloat16")
+    recipe = recipe_of(tmp_path, "shared experts", layout, training=training, **sections)
+    for found in ranks(world_size(recipe)).run(_routing, recipe):
+        assert len(found) == SHARED_EXPERTS.num_layers * (2 if sections else 1)
+        assert sum(tokens for tokens, _ in found) >= 512 and not sum(others for _, others in found)
+
+
+BFLOAT16: dict[str, Any] = dict(
+    training=dict(steps=4, compute_dtype="bfloat16", master_dtype="bfloat16"),
+    optimizer=dict(stochastic_rounding=True),
+    checkpoint=dict(interval=2),
+)
+
+
+def _train_as_before(recipe: PretrainRecipe) -> None:
+    """Trains as versions that kept the bias in the master dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "float32_parameters", ())
+        train_on_rank(recipe)
+
+
+def _biases(state: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+    return torch.cat([value for name, value in sorted(state["model"].items()) if name.endswith("expert_bias")])
+
+
+def test_a_checkpoint_with_a_bias_in_bfloat16_is_resumed_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "shared experts", {}, **BFLOAT16)
+    ranks(1).run(_train_as_before, recipe)
+    drop_last(tmp_path / "run")
+    (step,) = saved_steps(tmp_path / "run")
+    before = _biases(read_whole(step))
+    assert before.dtype == torch.bfloat16 and before.any()
+    for layout in (dict(shard=2), dict(tensor=2)):
+        found = train(ranks(2), replace(recipe, parallelism=Parallelism(**({"shard": 1} | layout)))).state
+        after = _biases(found)
+        assert after.dtype == torch.float32
+        assert found["model"]["layers.0.feed_forward.router.weight"].dtype == torch.bfloat16
+        # Two further steps, each of the size of the rate, or 0.
+        steps = (after - before.float()) / SHARED_EXPERTS.balance_bias_rate
+        assert {round(step, 3) for step in steps.tolist()} <= {-2.0, -1.0, 0.0, 1.0, 2.0} and steps.any()
+        drop_last(tmp_path / "run")
 
 
 @pytest.mark.slow

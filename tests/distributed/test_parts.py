@@ -1,7 +1,6 @@
 """Components of the parallelisms: context-parallel attention, dropout, vocabulary-parallel loss, tensor-parallel plans."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from titanlike.models.logits_loss import cross_entropy_sum
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
+    ContextParallelAttention,
     ContextParallelMask,
-    context_parallel_attention,
     context_position_ids,
     gather_sequence,
 )
@@ -46,7 +45,7 @@ def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, 
     local = [x[:, :, position_ids].clone().requires_grad_() for x in full]
     local_ids = None if documents is None else documents[:, position_ids]
     mask = ContextParallelMask(mesh)(local_ids)
-    found = context_parallel_attention(*local, mask, mesh=mesh)
+    found = ContextParallelAttention(mesh)(*local, mask)
     found.square().sum().backward()
     assert torch.equal(gather_sequence(position_ids[None], 1, mesh)[0], torch.arange(48))
     worst = max((a.grad - b.grad[:, :, position_ids]).abs().max().item() for a, b in zip(local, plain, strict=True))
@@ -60,7 +59,7 @@ def _block_mask_attention(ranks: int, kv_heads: int) -> float:
     full = [torch.randn(2, heads, 320, 16, generator=generator) for heads in (4, kv_heads, kv_heads)]
     documents = (torch.rand(2, 320, generator=generator) < 0.02).cumsum(1)
     position_ids = context_position_ids(320, mesh)
-    attend = torch.compile(partial(context_parallel_attention, mesh=mesh), backend="aot_eager", fullgraph=True)
+    attend = torch.compile(ContextParallelAttention(mesh), backend="aot_eager", fullgraph=True)
     results = []
     validate = flex_attention._validate_device
     flex_attention._validate_device = lambda *_: None  # it refuses gradients on a CPU
@@ -90,7 +89,7 @@ def test_context_parallelism_refuses_the_mask_of_the_local_tokens(ranks: Ranks) 
 def _local_mask() -> None:
     mesh = mesh_of("cpu", context=2).context
     q = torch.randn(1, 2, 24, 8)
-    context_parallel_attention(q, q, q, DocumentMask()(torch.zeros(1, 24)), mesh=mesh)
+    ContextParallelAttention(mesh)(q, q, q, DocumentMask()(torch.zeros(1, 24)))
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])

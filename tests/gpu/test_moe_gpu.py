@@ -7,7 +7,11 @@ import torch
 
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
+from tests.training import Operations
+from titanlike.models.experts import Router
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.utils import compat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -35,6 +39,28 @@ def test_the_grouped_matmul_of_torch_equals_one_matmul_per_expert(counts: list[i
     ):
         with compare_values():
             assert torch.allclose(found_gradient, reference, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_router_in_bfloat16_selects_the_experts_of_float32(compiled: bool) -> None:
+    """By one matmul with a float32 result, without a float32 copy of its inputs."""
+    with torch.device("cuda"):
+        router = Router(GptOssConfig(dim=256, num_experts=32, experts_per_token=4))
+        x = torch.randn(2, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter, std=256**-0.5)
+    cast_parameters(router, torch.bfloat16)
+    with Operations() as operations:
+        router(x)
+    assert (
+        operations.counts["mm"] == 1 and operations.counts["_to_copy"] == 2
+    )  # of the bias, and of the weights of experts
+    routes = (torch.compile(router) if compiled else router)(x)
+    routes.weights.float().sum().backward()
+    assert x.grad is not None and router.weight.grad is not None
+    logits = torch.nn.functional.linear(x.double(), router.weight.double(), router.bias.double())  # type: ignore[union-attr]
+    with compare_values():
+        assert torch.equal(routes.indices.sort(-1).values, logits.topk(4).indices.sort(-1).values)
 
 
 def trained(folder: Path, name: str, gpus: str, **options: str) -> dict[int, float]:

@@ -27,7 +27,9 @@ from titanlike.models.experts import routers
 from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.loss import IGNORE
 from titanlike.models.registry import build_model
+from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.data.train_tokenizer import train
+from titanlike.tools.inference.load import load_for_generation
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -228,6 +230,28 @@ def test_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> Non
             assert float((found - expected.detach()).abs().max() / expected.detach().abs().max()) < limit, key
             compared += 1
     assert compared == sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_in_bfloat16_routes_as_that_of_transformers(tmp_path: Path, alone: None) -> None:
+    """The balancing bias is in float32 in the folder, in the model of transformers and in ours, and so are logits and scores."""
+    config = config_of("DeepSeek-V3")
+    folder = export_model(model_of(config), config, tmp_path / "hf", dtype="bfloat16")
+    stored = safetensors.torch.load_file(folder / "model-00001-of-00001.safetensors")
+    in_float32 = {name for name, tensor in stored.items() if tensor.dtype == torch.float32}
+    assert in_float32 == {name for name in stored if name.endswith("e_score_correction_bias")} != set()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = load_for_generation(open_weights(folder), build_mesh("cpu"), torch.device("cpu"), "bfloat16")
+    gates = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
+    for router, gate in zip(routers(model), gates, strict=True):
+        assert torch.equal(router.expert_bias, gate.e_score_correction_bias)
+        x = torch.randn(1, 1000, config.dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+        with torch.no_grad():
+            found, (*_, weights, expected) = router(x), gate(x)
+        assert torch.equal(found.indices[0].sort(-1).values, expected.sort(-1).values)
+        # The same weights, but for their order.
+        torch.testing.assert_close(
+            found.weights[0].float().sort(-1).values, weights.float().sort(-1).values, rtol=2**-8, atol=0
+        )
 
 
 DEEPSEEK_ERRORS: dict[str, dict[str, Any]] = {

@@ -52,8 +52,9 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
         assert refused.stderr.startswith(f"error: {message}")
         assert not (tmp_path / "runs").exists()
     # The recipe of a key, as SageMaker passes it; the program beside the recipe is not the one that it names.
-    done = python(tmp_path, shipped, "--recipe", "mine.toml", *small)
+    done = python(tmp_path, shipped, "--recipe", "mine.toml", *small, "--training.master_dtype=bfloat16")
     assert done.returncode == 0, done.stderr
+    assert "warning: training.master_dtype = 'bfloat16' without optimizer.stochastic_rounding: steps of " in done.stderr
     assert f"program {shipped}, recipe mine.toml\n" in done.stdout
     assert f'warning: mine.py is not used: the program of mine.toml is {shipped}; to use it, set recipe = "mine"' in (
         done.stderr

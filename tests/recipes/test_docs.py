@@ -23,6 +23,7 @@ from benchmarks import (
     optimizers,
     quality_results,
     restart_bytes,
+    routing,
     save_stall,
     soak,
     startup,
@@ -252,6 +253,13 @@ def test_the_size_of_an_installation_is_the_measurement() -> None:
     page = (ROOT / "docs/installing.md").read_text()
     assert install.sentence(measured) in " ".join(page.split())
     assert f"<!-- {measured['command']} -->" in page
+
+
+def test_the_table_of_routing_is_the_measurement() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/routing_cpu.json").read_text())
+    page = (ROOT / "docs/mixture_of_experts.md").read_text()
+    assert f"\n\n{routing.table(measured)}\n\n" in page
+    assert measured["command"] in " ".join(page.split())
 
 
 def test_the_checkpoint_tables_are_the_measurements() -> None:

@@ -10,17 +10,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.training import Operations
 from titanlike.models import grouped_matmul as grouped
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe import build_feed_forward
-from titanlike.models.moe_config import MoeConfig, Qwen3MoeConfig
+from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.parallelisms.recomputation import keep_for_recomputation, keeping_contexts
 from titanlike.utils import compat
 
@@ -109,6 +112,81 @@ def test_a_layer_equals_a_loop_over_tokens_and_experts(options: dict[str, Any]) 
         torch.testing.assert_close(weights.sum(-1), torch.full((2, 9), config.router_scale))
 
 
+ROUTERS: dict[str, MoeConfig] = {
+    "mixtral": MixtralConfig(dim=64, num_experts=16),
+    "qwen3_moe": Qwen3MoeConfig(dim=64, num_experts=16, experts_per_token=4),
+    "gpt_oss": GptOssConfig(dim=64, num_experts=16, experts_per_token=4),
+    "deepseek_v3": DeepseekV3Config(
+        dim=64, num_experts=16, experts_per_token=4, num_expert_groups=4, groups_per_token=2
+    ),
+}
+
+
+def router_in_bfloat16(config: MoeConfig) -> tuple[Router, Tensor]:
+    """Returns a router in bfloat16, with a bias for the selection that bfloat16 does not have, and inputs (1, 4096, D)."""
+    router, generator = Router(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in router.named_parameters():
+            parameter.normal_(0.0, config.dim**-0.5 if name == "weight" else 1.0, generator=generator)
+    bias = router.expert_bias
+    expected = None if bias is None else bias.detach().clone()
+    cast_parameters(router, torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16 and (bias is None or torch.equal(bias, expected))
+    return router, torch.randn(1, 4096, config.dim, generator=generator).bfloat16()
+
+
+def experts_in_float64(router: Router, x: Tensor) -> Tensor:
+    """Returns the experts of tokens (T, D), in ascending order."""
+    config = router.config
+    logits = x.double() @ router.weight.double().T
+    logits = logits if router.bias is None else logits + router.bias.double()
+    ranking = logits if router.expert_bias is None else 1 / (1 + (-logits).exp()) + router.expert_bias.double()
+    if config.num_expert_groups > 1:
+        grouped = ranking.view(len(x), config.num_expert_groups, -1)
+        best = grouped.sort(-1).values[..., -2:].sum(-1).sort(-1).values[:, -config.groups_per_token, None]
+        ranking = grouped.masked_fill((grouped.sort(-1).values[..., -2:].sum(-1) < best)[..., None], -9.0).flatten(1)
+    return ranking.topk(config.experts_per_token).indices.sort(-1).values
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_experts_of_tokens_in_bfloat16_are_those_of_float32(name: str, compiled: bool) -> None:
+    """Scores that were rounded to bfloat16 would select others for some tokens, and so would a rounded bias."""
+    config = ROUTERS[name]
+    router, x = router_in_bfloat16(config)
+    expected = experts_in_float64(router, x[0])
+    call: Any = torch.compile(router, backend="aot_eager", fullgraph=True) if compiled else router
+    weights, indices, load, _ = call(x)
+    assert torch.equal(indices[0].sort(-1).values, expected)
+    assert load.tolist() == [expected.flatten().bincount(minlength=config.num_experts).tolist()]
+    assert weights.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_gradients_of_a_router_in_bfloat16_are_near_those_of_float32(name: str) -> None:
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        router, x = router_in_bfloat16(ROUTERS[name])
+        cast_parameters(router, dtype)
+        x = x.to(dtype).requires_grad_()
+        weights = router(x).weights
+        probe = torch.randn(weights.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        (weights * probe).sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in router.parameters() if parameter.requires_grad)])
+        assert all(gradient.dtype == dtype for gradient in results[-1])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def test_no_gradient_of_a_frozen_router_is_computed() -> None:
+    router, x = router_in_bfloat16(ROUTERS["qwen3_moe"])
+    router.requires_grad_(False)
+    with Operations() as operations:
+        router(x.requires_grad_()).weights.sum().backward()
+    assert operations.counts["mm"] == 2 and x.grad is not None  # logits, and the gradient of the inputs
+
+
 def test_experts_with_biases_and_bounds_equal_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tokens and experts, with the softmax of the selected ones. The bounds apply to both sides."""
     monkeypatch.setattr(GptOssConfig, "swiglu_limit", 0.7)
@@ -157,7 +235,7 @@ def test_the_gradient_of_the_auxiliary_loss_is_that_of_its_formula(score: Any) -
     """Of routers of two blocks, for sequences of which one has fewer labels."""
     config = config_of(router_score=score, balance_loss=0.3)
     module = BalanceLoss(config)
-    module.set_replicas(2)
+    module.num_replicas = 2
     generator = torch.Generator().manual_seed(0)
     blocks = [Router(config), Router(config)]
     for router in blocks:
@@ -220,6 +298,20 @@ def test_the_bias_steps_by_the_sign_of_the_load_above_the_average() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert router.load is None and router.expert_bias.tolist() == [-0.125, 0.0, 0.0, 0.125]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bias_of_an_overloaded_expert_moves_whatever_the_master_dtype(dtype: torch.dtype) -> None:
+    """In bfloat16, a step of 0.001 from -0.5 is rounded away."""
+    router = Router(config_of(num_experts=2, balance_bias_rate=0.001))
+    torch.nn.init.zeros_(router.expert_bias)  # type: ignore[arg-type]
+    cast_parameters(router, dtype)
+    optimizer = BalanceBias([router], rate=0.001)
+    for _ in range(2000):
+        router.load = torch.tensor([3, 1])
+        optimizer.step()
+    assert router.weight.dtype == dtype
+    torch.testing.assert_close(router.expert_bias, torch.tensor([-2.0, 2.0]), rtol=1e-4, atol=0, check_dtype=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself

@@ -63,6 +63,10 @@ def test_the_defaults_are_valid() -> None:
             "with beta2 = 0.999: the change of a step is below its precision; use beta2 = 0.98 or less",
         ),
         (
+            dict(optimizer=dict(beta2=0.99), training=dict(master_dtype="bfloat16")), 1,
+            "state_dtype = 'full' cannot represent a second moment, in bfloat16, with beta2 = 0.99",
+        ),
+        (
             dict(optimizer=dict(state_dtype="8bit"), model=LlamaConfig(dim=192, num_kv_heads=4), parallelism=dict(tensor=2)), 2,
             "blocks of 64 elements, but parallelism.tensor = 2 splits the 192 columns of attention.wo within a block; use",
         ),

@@ -77,11 +77,6 @@ class Optimizer:
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        if self.state_dtype == "bfloat16" and self.beta2 > 0.98:
-            yield (
-                f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {self.beta2}: the change of "
-                "a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
-            )
         if self.stochastic_rounding and any(group.optimizer == "muon" for group in self.groups):
             yield "optimizer = 'muon' does not support optimizer.stochastic_rounding = true; set it to false"
 

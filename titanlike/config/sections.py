@@ -247,7 +247,8 @@ class Training:
     """Precision of the forward and backward pass. `float16` is for GPUs without bfloat16 (V100, T4): the loss is scaled, by a power
     of two that adapts, so that small gradients are not zero. A step whose gradients overflow is skipped and halves the scale."""
     master_dtype: DType = "float32"
-    """Precision of the weights that the optimizer keeps and updates."""
+    """Precision of the weights that the optimizer keeps and updates. Set `optimizer.stochastic_rounding` with `bfloat16`, which
+    rounds away steps that are small beside a weight. The bias that balances experts is in float32."""
     reduce_dtype: DType = "float32"
     """Precision of gradient reduction across ranks, and of what is accumulated before it: the micro-batches of a pipeline, and
     those of replicas. `bfloat16` halves the traffic. A rank that shares its parameters with no other one accumulates in

@@ -78,7 +78,8 @@ def export(
     """Writes a folder that transformers loads. It appears whole or not at all. Returns the size of the weights in bytes.
 
     Args:
-        dtype: precision of the weights, such as "bfloat16". Default: that of the checkpoint.
+        dtype: precision of the weights, such as "bfloat16". Default: that of the checkpoint. The balancing bias of experts is in
+            float32, as in transformers.
         shard_size: maximum number of bytes in a file, unless a tensor is larger.
         replace: whether to replace a folder that exists.
     """
@@ -130,7 +131,8 @@ class _Plan:
         self.specs = {}
         for name, tensor in self.tensors.items():
             parameter, _ = tensor.parts[0]
-            self.specs[name] = torch.empty(tensor.shape, dtype=dtype or weights.dtype(parameter), device="meta")
+            stored = torch.float32 if tensor.spec.keeps_float32 else dtype or weights.dtype(parameter)
+            self.specs[name] = torch.empty(tensor.shape, dtype=stored, device="meta")
 
     @property
     def dtype(self) -> torch.dtype:

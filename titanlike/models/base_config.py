@@ -35,6 +35,8 @@ class ParameterSpec(NamedTuple):
     num_parts: int = 1
     transposed: bool = False
     """Whether the matrix is stored as (inputs, outputs)."""
+    keeps_float32: bool = False
+    """Whether it has no gradient and stays in float32, as `float32_parameters` of its module says."""
 
     @property
     def is_stacked(self) -> bool:

@@ -59,11 +59,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routes:
         """Selects the experts of x (B, T, D)."""
         config = self.config
-        linear_bias = None if self.bias is None else self.bias.to(x.dtype)
-        logits = F.linear(x, self.weight.to(x.dtype), linear_bias).float()  # (B, T, E)
+        # In float32, of factors in the compute dtype: a token must not get other experts because scores are rounded.
+        logits: Tensor = _Float32Linear.apply(x.flatten(0, -2), self.weight.to(x.dtype))
+        if self.bias is not None:
+            logits = logits + self.bias.to(x.dtype).float()
+        logits = logits.view(*x.shape[:-1], config.num_experts)  # (B, T, E)
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
-        bias = self.expert_bias
-        ranking = scores.detach() if bias is None else scores.detach() + bias.to(x.dtype).float()
+        ranking = scores.detach()
+        if self.expert_bias is not None:  # in host memory with `cpu_offload`
+            ranking = ranking + self.expert_bias.to(x.device, non_blocking=True)
         if config.groups_per_token < config.num_expert_groups:
             ranking = limit_to_groups(ranking, config)
         indices = ranking.topk(config.experts_per_token, dim=-1).indices  # (B, T, A)
@@ -91,6 +95,24 @@ class Router(nn.Module):
         self.load = None
 
 
+class _Float32Linear(torch.autograd.Function):
+    """A linear layer whose output is in float32. It keeps and differentiates its input (M, D) and its weight (E, D) in their own
+    dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return x.float() @ weight.float().t()  # only CUDA has this matmul; float32 has all products of two bfloat16
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), (needs_x, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        gradient = gradient.to(x.dtype)
+        return gradient @ weight if needs_x else None, gradient.t() @ x if needs_weight else None
+
+
 class BalanceLoss(nn.Module):
     """The auxiliary loss that balances the load of the experts, as `load_balancing_loss_func` of transformers and its coefficient
     `router_aux_loss_coef`: the number of experts x the sum over the experts of the fraction of tokens x the mean probability, both
@@ -99,17 +121,9 @@ class BalanceLoss(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
-        self.set_replicas(1)
-        self.sequence_group: dist.ProcessGroup | None = None
+        self.num_replicas = 1  # ranks that compute the same tokens and sum their gradients: tensor-parallel ranks
+        self.sequence_group: dist.ProcessGroup | None = None  # that shares each sequence: context-parallel ranks
         self.terms: LossTerms | None = None
-
-    def set_replicas(self, num_replicas: int) -> None:
-        """Sets the number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
-        self.num_replicas = num_replicas
-
-    def set_sequence_group(self, group: dist.ProcessGroup) -> None:
-        """Sets the ranks that share each sequence: context-parallel ranks."""
-        self.sequence_group = group
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, whose gradient now contains that of the auxiliary loss.

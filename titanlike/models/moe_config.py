@@ -93,7 +93,7 @@ class MoeConfig(LlamaFamilyConfig):
         parameters = {"router.weight": router}
         if self.has_expert_bias:
             hf_name = f"{LAYER}.{self.hf_experts['bias']}" if "bias" in self.hf_experts else ""
-            parameters["router.expert_bias"] = ParameterSpec((self.num_experts,), "router", hf_name)
+            parameters["router.expert_bias"] = ParameterSpec((self.num_experts,), "router", hf_name, keeps_float32=True)
         for name in ("w1", "w2", "w3"):
             shape = (self.dim, self.ffn_dim) if name == "w2" else (self.ffn_dim, self.dim)
             hf_name = f"{LAYER}.{self.hf_experts[name]}.weight"

@@ -1,6 +1,7 @@
 """The update of the biases that balance the load of experts: a step by the sign of each expert's load above the average."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class BalanceBias(torch.optim.Optimizer):
 
     def __init__(self, routers: Sequence[Router], *, rate: float) -> None:
         self.routers = routers
-        super().__init__([_bias_of(router) for router in routers], dict(lr=rate))
+        super().__init__([cast(Tensor, router.expert_bias) for router in routers], dict(lr=rate))
         self.rate = rate
 
     @torch.no_grad()
@@ -33,8 +34,8 @@ class BalanceBias(torch.optim.Optimizer):
         if total is None:
             return loss
         signs = (total * total.shape[1] - total.sum(1, keepdim=True)).sign()
-        for router, sign in zip(self.routers, signs, strict=True):
-            bias = local_tensor(_bias_of(router))  # the whole one on every rank
+        for parameter, sign in zip(self.param_groups[0]["params"], signs, strict=True):
+            bias = local_tensor(parameter)  # the whole one, on every rank
             bias.sub_(sign.to(bias), alpha=self.rate)
         return loss
 
@@ -42,9 +43,3 @@ class BalanceBias(torch.optim.Optimizer):
         """Resets the counts. The biases have no gradients."""
         for router in self.routers:
             router.reset_load()
-
-
-def _bias_of(router: Router) -> Tensor:
-    bias = router.expert_bias
-    assert bias is not None
-    return bias

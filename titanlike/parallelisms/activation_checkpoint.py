@@ -10,8 +10,8 @@ from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
 from titanlike.parallelisms.recomputation import KEEPS, keeping_contexts
 from titanlike.utils import compat
 
-# The most expensive operators. Selective mode saves the output of every attention kernel and collective, by prefix of its name,
-# and of every second matmul.
+# The most expensive operators, by prefixes of their names. Selective mode saves the output of every attention kernel and
+# collective, and of every second matmul.
 SAVED = (
     "aten._scaled_dot_product",  # flash, efficient, cuDNN and the CPU's
     "flex_attention",
@@ -21,7 +21,7 @@ SAVED = (
     "_c10d_functional.all_to_all",  # of expert parallelism
     "_c10d_functional.reduce_scatter",
 )
-MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "titanlike.grouped_matmul.default")
+MATMULS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm.", "titanlike.grouped_matmul.")
 
 
 def apply_activation_checkpoint(
@@ -78,7 +78,7 @@ def _selective_contexts(first: int = 1) -> Any:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if str(operator).startswith(SAVED):
             return CheckpointPolicy.MUST_SAVE
-        if str(operator) in MATMULS:
+        if str(operator).startswith(MATMULS):
             phase = "recompute" if context.is_recompute else "forward"
             num_matmuls[phase] += 1
             if num_matmuls[phase] % 2 == first % 2:

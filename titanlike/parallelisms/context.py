@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.distributed.autograd_collectives import all_gather
-from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
+from titanlike.models.document_mask import DocumentMask, Mask, masked_attention
 from titanlike.models.layers import DotProductAttention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
@@ -84,7 +84,7 @@ def apply_context(
         replace_modules(model, masks)
     balance_loss = getattr(model, "balance_loss", None)
     if balance_loss is not None:
-        balance_loss.set_sequence_group(mesh.get_group())
+        balance_loss.sequence_group = mesh.get_group()
 
 
 class ContextParallelAttention(DotProductAttention):
@@ -95,10 +95,28 @@ class ContextParallelAttention(DotProductAttention):
         self.mesh = mesh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
-        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E), and attention sinks (H,)."""
-        return context_parallel_attention(
-            q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap, causal=self.causal, sinks=sinks
-        )
+        """Returns (B, H, T, E) for local queries (B, H, T, E), the keys and values (B, K, T, E) of all ranks, and the sinks (H,) of
+        these heads, which require a mask.
+
+        Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
+        """
+        keys, values = gather_sequence(k, 2, self.mesh), gather_sequence(v, 2, self.mesh)
+        if mask is not None and mask.shape[-1] != keys.shape[2]:
+            raise UserError(
+                f"the mask is for {mask.shape[-1]} keys, but context parallelism gathers {keys.shape[2]}; pass the model "
+                "that makes the mask as model= of apply_context"
+            )
+        if not self.causal or (mask is not None and not isinstance(mask, Tensor)):
+            return super().forward(q, keys, values, mask, sinks)
+        length, rank = q.shape[2] // 2, self.mesh.get_local_rank()
+        outputs = []
+        for half, chunk in enumerate((rank, 2 * self.mesh.size() - 1 - rank)):
+            queries = slice(half * length, (half + 1) * length)
+            prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
+            chunk_mask = None if mask is None else mask[:, :, queries, prefix]
+            part = q[:, :, queries], keys[:, :, prefix], values[:, :, prefix]
+            outputs.append(prefix_attention(*part, chunk_mask, self.soft_cap, sinks))
+        return torch.cat(outputs, dim=2)
 
     def all_keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys of all ranks for local keys (B, K, T, E), and the positions of local queries (T,)."""
@@ -122,43 +140,6 @@ class ContextParallelMask(DocumentMask):
         gathered = None if document_ids is None else gather_sequence(document_ids, 1, self.mesh)  # (B, S)
         positions = context_position_ids(num_keys, self.mesh, like.device)
         return self.make(positions, torch.arange(num_keys, device=like.device), document_ids, gathered)
-
-
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None = None,
-    *,
-    mesh: DeviceMesh,
-    soft_cap: float = 0.0,
-    causal: bool = True,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Computes attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks, with soft-capped scores
-    if `soft_cap` is not 0, and with the sinks (H,) of these heads. Both require a mask. Without one it is causal, or bidirectional.
-
-    Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
-    """
-    keys, values = gather_sequence(k, 2, mesh), gather_sequence(v, 2, mesh)
-    if mask is not None and mask.shape[-1] != keys.shape[2]:
-        raise UserError(
-            f"the mask is for {mask.shape[-1]} keys, but context parallelism gathers {keys.shape[2]}; pass the model "
-            "that makes the mask as model= of apply_context"
-        )
-    if mask is not None and not isinstance(mask, Tensor):
-        return block_mask_attention(q, keys, values, mask, soft_cap, sinks)
-    if not causal:
-        return DotProductAttention(soft_cap=soft_cap, causal=False)(q, keys, values, mask)
-    length, rank = q.shape[2] // 2, mesh.get_local_rank()
-    outputs = []
-    for half, chunk in enumerate((rank, 2 * mesh.size() - 1 - rank)):
-        queries = slice(half * length, (half + 1) * length)
-        prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
-        chunk_mask = None if mask is None else mask[:, :, queries, prefix]
-        part = q[:, :, queries], keys[:, :, prefix], values[:, :, prefix]
-        outputs.append(prefix_attention(*part, chunk_mask, soft_cap, sinks))
-    return torch.cat(outputs, dim=2)
 
 
 def prefix_attention(

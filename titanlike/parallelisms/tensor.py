@@ -294,7 +294,7 @@ def apply_tensor(
     replace_modules(model, replacements)  # <- replaces the layers
     for module in model.modules():
         if isinstance(module, BalanceLoss):  # routers compute all tokens
-            module.set_replicas(mesh.size())
+            module.num_replicas = mesh.size()
     unplanned = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if unplanned:
         owner = unplanned[0].rpartition(".")[0] or "'', the model itself"

@@ -16,7 +16,7 @@ def group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> Iterator[str
     """Yields a sentence for each group of an optimizer that has no parameter, and for what Muon cannot have."""
     model, lora = recipe.model, getattr(recipe, "lora", None)
     parameters = model.parameters()
-    names = {name for name in parameters if not name.endswith("expert_bias")}
+    names = {name for name, spec in parameters.items() if not spec.keeps_float32}
     matrices = {name for name in names if len(parameters[name].shape) > 1 and not name.endswith("bias")}
     if lora and lora.rank:  # all other parameters are frozen
         linears = [name for name in model.matrices() if name.startswith("layers.") and lora.selects(name)]

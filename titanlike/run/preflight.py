@@ -201,6 +201,12 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
             f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
             f"(model.dim = {model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
         )
+    moments = recipe.training.master_dtype if optimizer.state_dtype == "full" else optimizer.state_dtype
+    if moments == "bfloat16" and optimizer.beta2 > 0.98:
+        yield (
+            f"optimizer.state_dtype = '{optimizer.state_dtype}' cannot represent a second moment, in bfloat16, with beta2 = "
+            f"{optimizer.beta2}: the change of a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
+        )
     if optimizer.groups:
         from titanlike.run.option_problems import group_problems
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.base import MAX_PATH, show_value, shown
 from titanlike.config.load import parse_value, read
+from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
@@ -130,9 +131,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
 
             ranks = without_spares(recipe, ranks)
         check_recipe(recipe, arguments.check or ranks.world_size)
-        if ranks.rank == 0:
-            for line in (*ignored, *_ignored_program(program, arguments.recipe)):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
         texts = []
         if arguments.check and not arguments.check_files:
             texts = call_hooks(
@@ -154,6 +152,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         environment.fail(
             UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
         )
+    if ranks.rank == 0:
+        for warning in (*ignored, *_ignored_program(program, arguments.recipe), *_rounded_steps(recipe)):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
         print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
@@ -271,6 +272,19 @@ def _ignored_program(program: Path, recipe: Path) -> Iterator[str]:
         yield (
             f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
             f'recipe = "{beside.stem}" in the recipe'
+        )
+
+
+def _rounded_steps(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a warning if the optimizer's steps are rounded away."""
+    optimizer = recipe.optimizer
+    rounds = recipe.training.master_dtype == "bfloat16" and recipe.trains_all_weights  # LoRA's matrices begin near 0
+    if rounds and isinstance(optimizer, Optimizer) and not optimizer.stochastic_rounding:
+        has_muon = any(group.optimizer == "muon" for group in optimizer.groups)  # it rounds to nearest only
+        yield (
+            f"training.master_dtype = 'bfloat16' without optimizer.stochastic_rounding: steps of optimizer.lr = {optimizer.lr:g} "
+            f"do not move weights above {256 * optimizer.lr:.2g}, because they are rounded away (weights of norms are near 1); set "
+            f"{'' if has_muon else 'optimizer.stochastic_rounding = true, or '}training.master_dtype = 'float32'"
         )
 
 

@@ -45,7 +45,7 @@ def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     # gate with bounds keeps no result of its function.
     kept = 2 * rows + (3 if compiled or model.swiglu_limit else 4) * ffn + router
     # The router and w3, and what all-to-alls return.
-    selective = element * model.num_experts + ffn + (2 * rows if exchanged else 0)
+    selective = 4 * model.num_experts + ffn + (2 * rows if exchanged else 0)
     held = 2 * rows if exchanged else 0.0  # by functions that wait for the experts: what is sent, and what is received
     computing = (2 * rows if exchanged else rows) if mode == "none" else max(rows + 3 * ffn, 2 * rows + ffn)
     # At first, all that is kept and the gradients of the results, or what the experts allocate while they are recomputed.

@@ -128,8 +128,8 @@ def _block(
     reasons = skip_reasons(float8, sizes, model.tied_head)
     parameters = []
     for name, spec in model.parameters_of(index).items():
-        if f"layers.{index}.{name}" in model.absent_parameters:
-            continue
+        if spec.keeps_float32 or f"layers.{index}.{name}" in model.absent_parameters:
+            continue  # FSDP leaves the former, which are small, as they are
         layer = f"layers.{index}.{name.removesuffix('.weight')}"
         converted = layer in sizes and float8.scaling != "none" and not reasons[layer]
         parameters.append(_parameter(name, spec, lora, tensor, expert, converted))
@@ -169,5 +169,4 @@ def _parameter(
         shape[0] //= expert
     if sharded := dim < len(shape):
         shape[dim] //= tensor
-    trainable = lora.rank == 0 and not name.endswith("expert_bias")
-    return Parameter(name, tuple(shape), sharded, trainable, converted, is_expert)
+    return Parameter(name, tuple(shape), sharded, lora.rank == 0, converted, is_expert)
