@@ -294,6 +294,15 @@ class TransformerConfig:
         attention = 6 * self.num_heads * (self.head_dim + self.v_head_dim) * keys
         return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
+    def window_problems(self) -> list[str]:
+        """Returns a message if no block has the sliding window."""
+        if not self.sliding_window or self.num_local():
+            return []
+        return [
+            f"model.sliding_window = {self.sliding_window} has no effect: all {self.num_layers} blocks attend to the full "
+            "sequence; set model.sliding_window = 0"
+        ]
+
     def problems(self) -> list[str]:
         """Returns one message for each inconsistency among the fields."""
         if self.dim % self.num_heads == 0:
@@ -310,6 +319,13 @@ class TransformerConfig:
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns what describes this model in Hugging Face's `config.json`."""
         raise UserError(f"model.name = {self.name!r} has no equivalent in transformers; it cannot be exported")
+
+    def not_exportable(self, name: str, supported: str) -> UserError:
+        """Returns the error of a field whose value the class of transformers cannot have, with the values that it can."""
+        return UserError(
+            f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported, only "
+            f"{supported} can"
+        )
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:

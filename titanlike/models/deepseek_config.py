@@ -13,7 +13,6 @@ from titanlike.config.base import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    UserError,
     divisors,
     one_of,
     section,
@@ -155,7 +154,7 @@ class DeepseekConfig(MoeConfig):
                 f"model.groups_per_token = {self.groups_per_token} groups of {size} experts have fewer than "
                 f"model.experts_per_token = {self.experts_per_token}; use {-(-self.experts_per_token // size)} or more groups"
             )
-        elif groups > self.groups_per_token and size < self.experts_of_group_score:
+        elif groups > 1 and size < self.experts_of_group_score:
             problems.append(
                 f"model.num_expert_groups = {groups} are groups of {size} expert, but the score of a group is the sum of its best "
                 f"{self.experts_of_group_score}; use {self.num_experts // self.experts_of_group_score} or fewer groups"
@@ -173,9 +172,7 @@ class DeepseekConfig(MoeConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         if not self.num_shared_experts:
-            raise UserError(
-                f"model.num_shared_experts = 0 has no equivalent in {self.hf_architecture}; it cannot be exported"
-            )
+            raise self.not_exportable("num_shared_experts", "1 or more")
         limited = self.groups_per_token < self.num_expert_groups
         return super().to_hugging_face() | {
             "intermediate_size": self.dense_ffn_dim,
@@ -208,7 +205,8 @@ class DeepseekConfig(MoeConfig):
         values = dict(values)
         groups = values.get("n_group") or 1
         per_token = values.get("topk_group") or groups
-        require(values, topk_method=cls.hf_topk_method(per_token < groups))
+        found = values.get("topk_method") or cls.hf_topk_method(False)  # what transformers has without the key
+        require({"topk_method": found}, topk_method=cls.hf_topk_method(per_token < groups))
         fields = super().fields_from_hugging_face(values | {"head_dim": None})
         del fields["num_kv_heads"]
         require(values, num_key_value_heads=fields["num_heads"])
@@ -245,6 +243,14 @@ class DeepseekV2Config(DeepseekConfig):
     @classmethod
     def hf_topk_method(cls, limited: bool) -> str:
         return "group_limited_greedy" if limited else "greedy"
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        for name in ("qk_nope_head_dim", "kv_lora_rank"):
+            if getattr(self, name) % 2:  # transformers views what follows these channels as complex numbers
+                raise self.not_exportable(name, "an even number")
+        if self.dim % self.num_heads:
+            raise self.not_exportable("num_heads", f"a divisor of model.dim = {self.dim}")
+        return super().to_hugging_face()
 
 
 @section

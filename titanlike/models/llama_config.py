@@ -56,6 +56,8 @@ class LlamaFamilyConfig(TransformerConfig):
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
+    hf_rope_theta: ClassVar[float] = 10000.0
+    """The `rope_theta` of a `config.json` that has none."""
     hf_model_type: ClassVar[str] = ""
     """The `model_type` of transformers."""
     hf_fixed: ClassVar[Mapping[str, Any]] = {}
@@ -192,7 +194,7 @@ class LlamaFamilyConfig(TransformerConfig):
             "vocab_size": values["vocab_size"],
             "max_seq_len": values.get("max_position_embeddings", 2048),
             **own,
-            **rope_fields(values, cls.rope_types, cls.rope_truncate),
+            **rope_fields(values, cls.rope_types, cls.hf_rope_theta, cls.rope_truncate),
         }
 
 

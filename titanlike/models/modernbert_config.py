@@ -6,9 +6,9 @@ from typing import Any, Literal
 from titanlike.config.base import NonNegative, Positive, PositiveFloat, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, require
 from titanlike.models.bert_config import EncoderConfig
+from titanlike.models.rope_config import GLOBAL, LOCAL, rope_fields, rope_of_type
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks there
 
 MODERNBERT_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},
@@ -106,7 +106,7 @@ class ModernBertConfig(EncoderConfig):
                 f"model.sliding_window = {self.sliding_window} is odd, but half of it is on either side of a token; use "
                 f"{self.sliding_window + 1}"
             )
-        return problems
+        return problems + self.window_problems()
 
     def to_hugging_face(self) -> dict[str, Any]:
         kinds = [LOCAL if self.is_local(i) else GLOBAL for i in range(self.num_layers)]
@@ -140,16 +140,13 @@ class ModernBertConfig(EncoderConfig):
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(values, hidden_activation="gelu", tie_word_embeddings=True, **FIXED)
         num_layers = values["num_hidden_layers"]
-        rope = values.get("rope_parameters") or {}
         every = values.get("global_attn_every_n_layers", 3)
         thetas = {}
         for field, kind, key, default in (
             ("rope_theta", GLOBAL, "global_rope_theta", 160000.0),
             ("rope_local_theta", LOCAL, "local_rope_theta", 10000.0),
         ):
-            of_kind = rope.get(kind) or {}
-            require({"rope_type": of_kind.get("rope_type")}, rope_type="default")
-            thetas[field] = float(of_kind.get("rope_theta") or values.get(key) or default)
+            thetas[field] = rope_fields(rope_of_type(values, kind, key), ("default",), default)["rope_theta"]
         kinds = values.get("layer_types") or [LOCAL if i % every else GLOBAL for i in range(num_layers)]
         globals_ = [index for index, kind in enumerate(kinds) if kind == GLOBAL]
         every = globals_[1] if len(globals_) > 1 else max(every, len(kinds))
