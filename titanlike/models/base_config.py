@@ -13,6 +13,8 @@ from typing_extensions import Self
 
 from titanlike.config.base import UserError, divisors, one_of, validate
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
+
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
 
 
@@ -144,6 +146,10 @@ class TransformerConfig:
     def is_local(self, index: int) -> bool:
         """Whether the attention of a block is limited to `sliding_window` tokens."""
         return False
+
+    def layer_types(self) -> list[str]:
+        """Returns the type of each block in Hugging Face's configs."""
+        return [LOCAL if self.is_local(index) else GLOBAL for index in range(self.num_layers)]
 
     def num_local(self) -> int:
         """Returns the number of blocks with sliding-window attention."""
@@ -348,7 +354,10 @@ class TransformerConfig:
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
         """Returns the config that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
-        return cls.published(cls.fields_from_hugging_face(values))
+        config = cls.published(cls.fields_from_hugging_face(values))
+        if (kinds := values.get("layer_types")) and kinds != config.layer_types():
+            raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")
+        return config
 
     @classmethod
     def published(cls, fields: Mapping[str, Any]) -> Self:

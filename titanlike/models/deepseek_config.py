@@ -20,7 +20,7 @@ from titanlike.config.base import (
 from titanlike.models.base_config import ParameterSpec, require
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
-from titanlike.models.rope_config import yarn_problems
+from titanlike.models.rope_config import odd_problems, yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -162,10 +162,7 @@ class DeepseekConfig(MoeConfig):
         return problems + yarn_problems(self)
 
     def head_dim_problems(self) -> list[str]:
-        size = self.qk_rope_head_dim
-        near = f"{size - 1} or {size + 1}" if size > 1 else "2"
-        odd = f"model.qk_rope_head_dim = {size} is odd, but RoPE rotates pairs; use {near}"
-        return [odd] if size % 2 else []
+        return odd_problems("model.qk_rope_head_dim", self.qk_rope_head_dim)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return super().tensor_parallel_sizes() | {"dense_ffn_dim": self.dense_ffn_dim}

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
-from titanlike.models.base_config import ParameterSpec, require
+from titanlike.models.base_config import GLOBAL, LOCAL, ParameterSpec, require
 from titanlike.models.llama_config import LlamaFamilyConfig
-from titanlike.models.rope_config import GLOBAL, LOCAL, rope_fields, rope_of_type, rope_scaling
+from titanlike.models.rope_config import rope_fields, rope_of_type, rope_scaling
 
 # The fields of each published size that differ from the defaults below. All have a tied head.
 GEMMA2_SIZES: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ class GemmaConfig(LlamaFamilyConfig):
             "attn_logit_softcapping": self.attention_soft_cap or None,
             "sliding_window": self.sliding_window or self.max_seq_len,
             "sliding_window_pattern": self.sliding_window_pattern,
-            "layer_types": [LOCAL if self.is_local(i) else GLOBAL for i in range(self.num_layers)],
+            "layer_types": self.layer_types(),
         }
 
     @classmethod
@@ -108,12 +108,12 @@ class GemmaConfig(LlamaFamilyConfig):
             "sliding_window_pattern", values.get("_sliding_window_pattern", cls.sliding_window_pattern)
         )
         kinds = values.get("layer_types") or _layer_types(num_layers, pattern)
-        if len(kinds) != num_layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
+        if LOCAL in kinds and kinds != _layer_types(num_layers, pattern):
+            pattern = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0
         return super().fields_from_hugging_face(values) | {
             "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
             "sliding_window": values.get("sliding_window", 4096) if LOCAL in kinds else 0,
-            "sliding_window_pattern": _pattern(kinds, pattern) if LOCAL in kinds else pattern,
+            "sliding_window_pattern": pattern,
         }
 
 
@@ -190,11 +190,3 @@ class Gemma3Config(GemmaConfig):
 
 def _layer_types(num_layers: int, pattern: int) -> list[str]:
     return [GLOBAL if pattern and (i + 1) % pattern == 0 else LOCAL for i in range(num_layers)]
-
-
-def _pattern(kinds: list[str], pattern: int) -> int:
-    """Returns `sliding_window_pattern` for the types of all blocks: `pattern` if it has them."""
-    for candidate in (pattern, 0, kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0):
-        if kinds == _layer_types(len(kinds), candidate):
-            return candidate
-    raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")

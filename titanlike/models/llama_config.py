@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import Positive, PositiveFloat, divisors, one_of, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
+from titanlike.models.rope_config import odd_problems, rope_fields, rope_scaling
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
 
@@ -126,22 +127,13 @@ class LlamaFamilyConfig(TransformerConfig):
     def head_dim_problems(self) -> list[str]:
         """Returns a message if the head dimension is not valid."""
         if self.own_head_dim:
-            near = f"{self.head_dim - 1} or {self.head_dim + 1}" if self.head_dim > 1 else "2"
-            odd = f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"
-            return [odd] if self.head_dim % 2 else []
-        problems = super().problems()
-        if not problems and self.head_dim % 2:
-            problems.append(
-                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
-            )
-        return problems
+            return odd_problems("model.head_dim", self.head_dim)
+        return super().problems() or odd_problems("model.dim / model.num_heads", self.head_dim, "change num_heads")
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        from titanlike.models.rope_config import rope_scaling
-
         scaling = rope_scaling(self)
         return {
             "architectures": [self.hf_architecture],
@@ -170,8 +162,6 @@ class LlamaFamilyConfig(TransformerConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        from titanlike.models.rope_config import rope_fields
-
         require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}), **cls.hf_fixed)
         heads = values["num_attention_heads"]
         own: dict[str, Any] = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from titanlike.models.base_config import require
-
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks
+from titanlike.models.base_config import GLOBAL, LOCAL, require
 
 # Turns in the original length between which a RoPE frequency is partly scaled.
 TURNS: dict[str, dict[str, Any]] = {
@@ -77,6 +75,12 @@ def rope_of_type(values: Mapping[str, Any], kind: str, theta_key: str, scaled: b
     theta = {"rope_theta": values[theta_key]} if theta_key in values else {}
     others = {key: value for key, value in values.items() if key != "rope_theta"}
     return others | theta | {"rope_parameters": {**((nested or {}).get(kind) or {}), **scaling}, "rope_scaling": None}
+
+
+def odd_problems(key: str, size: int, remedy: str = "") -> list[str]:
+    """Returns a message if RoPE cannot rotate this number of channels."""
+    near = f"use {size - 1} or {size + 1}" if size > 1 else "use 2"
+    return [f"{key} = {size} is odd, but RoPE rotates pairs; {remedy or near}"] if size % 2 else []
 
 
 def yarn_problems(config: Any) -> list[str]:
