@@ -1,13 +1,18 @@
 """`titanlike verify` on modules and plans that are not ours: correct ones are accepted, and each silent bug is found."""
 
 import json
+import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -137,6 +142,46 @@ def test_a_correct_plan_is_accepted(ranks: Ranks, name: str, layout: str) -> Non
     assert gradients.num_compared == 12 and gradients.num_skipped == 0
 
 
+class Dropping(nn.Module):
+    """Dropout of what has zeros, of whole channels, without zeros, and of attention."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.down = kind, nn.Linear(8, 32), nn.Linear(32, 8)
+        kinds = {"relu": nn.Dropout, "channels": nn.Dropout1d, "alpha": nn.AlphaDropout}
+        self.drop = kinds.get(kind, nn.Identity)(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)  # (B, T, 32)
+        if self.kind == "attention":
+            heads = hidden[:, None]  # (B, H, T, D)
+            return self.down(F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4, is_causal=True)[:, 0])
+        return self.down(self.drop(hidden if self.kind == "alpha" else hidden.relu()))
+
+
+def dropping_record(kind: str, layout: str, seeds: tuple[int, int]) -> Record:
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        if "data" in layout:
+            fully_shard(model, mesh=mesh)
+        torch.manual_seed(seeds[mesh.get_rank()])
+
+    return record(Functions(lambda: Dropping(kind), batch, parallelize), silent_bugs.mesh_of(layout), steps=2)
+
+
+@pytest.mark.parametrize("kind", ["relu", "channels", "alpha", "attention"])
+def test_masks_of_dropout_are_compared_whatever_its_input(ranks: Ranks, kind: str) -> None:
+    functions = Functions(lambda: Dropping(kind), batch)
+    for layout, seeds, problem in (
+        ("data=2", (7, 7), "is the same on the ranks of data"),
+        ("data=2", (7, 8), ""),
+        ("tensor=2", (7, 8), "differs on the ranks of tensor"),
+        ("tensor=2", (7, 7), ""),
+    ):
+        result = compared(functions, layout, ranks(2).run(dropping_record, kind, layout, seeds))
+        assert (result.finding is not None) == bool(problem), str(result)
+        assert not problem or re.search(f"dropout: the mask of .* {problem}", str(result)), str(result)
+
+
 @pytest.mark.parametrize("name", silent_bugs.BUGS)
 def test_a_silent_bug_is_found(ranks: Ranks, name: str) -> None:
     accepted = silent_bugs.check(name, False, ranks)
@@ -173,6 +218,50 @@ def rows_record() -> str:
     return str(caught.value)
 
 
+class Returns(nn.Linear):
+    """Returns a value, whatever it gets."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(1, 1)
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value
+
+
+def test_all_generators_are_seeded(ranks: Ranks) -> None:
+    """The model and the batch of a rank are those of one process, whichever generator they are drawn with."""
+    for draw in (random.random, np.random.rand, lambda: float(torch.rand(()))):
+
+        class Noisy(nn.Linear):
+            def forward(self, x: Tensor, draw: Any = draw) -> Tensor:
+                return super().forward(x) + draw()
+
+        assert "depends on the random state" in refused(Functions(lambda noisy=Noisy: noisy(8, 8), batch))
+    found = ranks(2).run(drawn_record)
+    result = compared(Functions(drawn_model, drawn_batch), "data=2", found)
+    assert result.finding is None, str(result)
+
+
+def drawn_model() -> nn.Module:
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(np.random.randn(8, 8)))
+        model.bias.fill_(random.random())
+    return model
+
+
+def drawn_batch(step: int) -> Tensor:
+    return torch.from_numpy(np.random.randn(8, 8)).float() * random.random()
+
+
+def drawn_record() -> Record:
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    functions = Functions(drawn_model, drawn_batch, lambda model, mesh: fully_shard(model, mesh=mesh) and None)
+    return record(functions, silent_bugs.mesh_of("data=2"), steps=2)
+
+
 def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
     class Noisy(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -183,14 +272,40 @@ def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
         meta = nn.Linear(8, 8)
     assert "on the meta device; return it with its initial weights" in refused(Functions(lambda: meta, batch))
     assert "returned int; return a torch.nn.Module" in refused(Functions(lambda: 3, batch))  # type: ignore[arg-type,return-value]
+    for output in ({}, None, "text", [], torch.arange(3), {"loss": torch.tensor(1)}, {"x": torch.tensor(1)}):
+        error = refused(Functions(lambda output=output: Returns(output), batch))
+        assert f"returned {type(output).__name__} without a floating-point tensor" in error or "torch.int64" in error
+    assert "the loss does not depend on the parameters; return one that does" in refused(
+        Functions(lambda: Returns(torch.rand(())), lambda step: torch.ones(1))
+    )
+    for function, value, message in (
+        ("loss", lambda model, batch: None, "loss(model, batch) returned NoneType; return a tensor with one element"),
+        (
+            "loss",
+            lambda model, batch: model(batch),
+            "the loss has the shape (8, 4, 8) and is torch.float32; return one",
+        ),
+        ("backward", lambda model, batch: 1.0, "backward(model, batch) returned float; return the loss"),
+        ("clip", lambda model: None, "clip(model) returned NoneType; return the norm"),
+        ("optimizer", lambda model: None, "optimizer(model) returned NoneType; return a torch.optim.Optimizer"),
+    ):
+        assert message in refused(replace(Functions(Net, batch), **{function: value}))
     assert "layout context=2: define shard_batch(batch, mesh)" in refused(Functions(Net, batch), "context=2")
     assert "a batch of 3 rows is not divisible by the 2 ranks" in ranks(2).run(rows_record)[0]
     file = tmp_path / "build_of_test.py"
     file.write_text("from torch import nn\ndef model():\n    return nn.Linear(2, 2)\n")
+    own = tmp_path / "x.pydir"
+    own.mkdir()
+    (own / "build.py").write_text(f"import torch\n{file.read_text()}batch = torch.ones(2, 2)\n")
     for target, message in (
         (f"{file}:modl", "has no function modl, which returns the module; did you mean model?"),
         (f"{file}:model", "has no function batch: define batch(step), which returns the global batch"),
         (f"{tmp_path}/nope.py:model", "does not exist; give a Python file"),
+        (
+            f"{own}/build.py:modle",
+            f"{own}/build.py has no function modle, which returns the module; did you mean model?",
+        ),
+        (f"{own}/build.py", f"batch in {own}/build.py is Tensor; make it a function"),
     ):
         with pytest.raises(UserError) as caught:
             load(target)

@@ -124,7 +124,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, rope_theta=1e4),
         "the RoPE type 'yarn' is not supported; only 'default' and 'llama3' are",
     ),
-    "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but rope_parameters has rope_theta = 500000.0"),
+    "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but transformers reads rope_theta = 500000.0"),
     "activation": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported; only 'silu' is"),
     "biases": (config(attention_bias=True), "attention_bias = True is not supported"),
     "head_dim": (config(head_dim=128), "head_dim = 128 is not supported; only 8 is"),

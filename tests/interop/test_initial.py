@@ -183,8 +183,17 @@ def test_a_parameter_that_the_initial_weights_lack_is_named(ranks: Ranks, tmp_pa
         tmp_path, tmp_path / "hf", "run", model=replace(config, balance_bias_rate=1e-3), checkpoint=allowed
     )
     [error] = ranks(1).run(refusal, recipe)
-    expected = "hf': there is no layers.0.feed_forward.router.expert_bias, but the recipe's model has (6,)"
-    assert expected in error
+    biases = ", ".join(f"layers.{index}.feed_forward.router.expert_bias" for index in range(3))
+    assert f"hf': there is no {biases}, but the recipe's model has (6,); use other weights" in error
+
+
+def test_blocks_of_multi_token_prediction_that_the_initial_weights_lack(ranks: Ranks, tmp_path: Path) -> None:
+    config: Any = replace(CONFIGS["DeepSeek-V3"], vocab_size=304)
+    export_model(model_of(config), config, tmp_path / "hf")
+    recipe = recipe_from(tmp_path, tmp_path / "hf", "run", model=replace(config, num_mtp_layers=2))
+    [error] = ranks(1).run(refusal, recipe)
+    expected = "hf' has 0 blocks of multi-token prediction, but model.num_mtp_layers = 2; set it to 0"
+    assert error.endswith(expected) and "\n" not in error
 
 
 @pytest.mark.parametrize(

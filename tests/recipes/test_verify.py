@@ -309,6 +309,23 @@ def test_a_wrong_plan_of_a_module_is_reported(tmp_path: Path) -> None:
     assert "\nusual cause: it is summed over the 2 ranks that share the batch" in done.stdout
 
 
+def test_a_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
+    write_build(tmp_path, ("def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:\n", KILLED))
+    done = verify(tmp_path, "build.py:model", "--layout", "shard=2", "--steps", "1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: rank 1 was ended by SIGKILL; if the machine has too little memory, use")
+    assert done.stderr.count("\n") == 1
+
+
+KILLED = """def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    import os
+    import signal
+
+    if mesh.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.slow
 def test_the_function_of_the_library_starts_the_processes(tmp_path: Path) -> None:
     write_build(tmp_path)

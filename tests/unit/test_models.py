@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from titanlike.config import UserError
-from titanlike.models import layers
+from titanlike.config.base import section
+from titanlike.models import layers, registry
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.deepseek_config import (
@@ -27,13 +28,13 @@ from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
-from titanlike.models.llama import rotary_angles
+from titanlike.models.llama import Llama, rotary_angles
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.modernbert_config import MODERNBERT_SIZES, ModernBertConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
 from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
-from titanlike.models.registry import build_model
+from titanlike.models.registry import build_model, register_model
 from titanlike.models.rope_scaling import scaled_frequencies
 from titanlike.tools import doctor
 
@@ -470,3 +471,34 @@ def test_flash_attention_that_is_not_available(
         pass
     assert flash_attention_3 == []
     assert re.match(problem, doctor._flash_attention()[name == "flash4"].text)
+
+
+@section
+class DroppingConfig(LlamaConfig):
+    """A Llama with another module in a block."""
+
+    name: Literal["dropping"] = "dropping"  # type: ignore[assignment]
+    kind: str = "Dropout"
+    p: float = 0.1
+
+
+class Dropping(Llama):
+    def __init__(self, config: DroppingConfig) -> None:
+        super().__init__(config)
+        self.layers["1"].add_module("drop", getattr(nn, config.kind)(config.p))
+
+
+@pytest.mark.parametrize(
+    "kind", ["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"]
+)
+def test_a_model_with_dropout_of_torch_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All data-parallel ranks would drop the same elements, and validation some."""
+    monkeypatch.setattr(registry, "_models", {})
+    register_model(DroppingConfig)(Dropping)
+    message = (
+        rf"^layers\.1\.drop of Dropping is a torch\.nn\.{kind} with p = 0\.1, .*; use titanlike\.models\.dropout\.Drop"
+    )
+    with pytest.raises(UserError, match=message):
+        build_model(DroppingConfig(kind=kind))
+    build_model(DroppingConfig(kind=kind, p=0.0))
+    build_model(DroppingConfig(kind="Identity"))

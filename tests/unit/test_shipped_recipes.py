@@ -103,6 +103,24 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     assert program_of(path).stem == program
 
 
+COMMENTED = re.compile(r"^(\w+) = .*# or \"(\w+)\"(?:, without (\w+))?", re.MULTILINE)
+
+
+def test_values_that_comments_suggest_are_valid(tmp_path: Path) -> None:
+    found = []
+    for path in FOLDER.rglob("*.toml"):
+        text = path.read_text()
+        for line in COMMENTED.finditer(text):
+            key, value, absent = line.groups()
+            changed = text.replace(line[0], f'{key} = "{value}" #')
+            changed = re.sub(rf"^{absent} = .*\n", "", changed, flags=re.MULTILINE) if absent else changed
+            file = tmp_path / f"{path.stem}.toml"
+            file.write_text(changed)
+            check_recipe(load_known(file, {}), SHIPPED[str(path.relative_to(FOLDER).with_suffix(""))][1])
+            found.append((path.stem, key, value))
+    assert ("mlm_debug", "name", "bert") in found
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

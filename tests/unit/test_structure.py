@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from tests.planted_errors import ERRORS, Planted
 
@@ -156,6 +158,15 @@ def test_the_core_keeps_its_budget_of_lines() -> None:
     assert stated
     for number, size in zip(stated.groups(), (len(found), lines_of(found), core, tools), strict=True):
         assert int(number.replace(",", "")) == pytest.approx(size, rel=0.03)
+
+
+def test_every_dependency_is_imported() -> None:
+    lines = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    imported = {name.partition(".")[0] for path in SOURCES for name in imports(path)}
+    modules = packages_distributions()
+    found = {each.replace("_", "-").lower() for name in imported for each in modules.get(name, ())}
+    # Which torch.utils.tensorboard imports.
+    assert {re.split("[<>=]", line)[0] for line in lines} - found <= {"tensorboard"}
 
 
 @pytest.mark.parametrize("program", sorted((ROOT / "recipes").glob("*.py")), ids=lambda program: program.stem)

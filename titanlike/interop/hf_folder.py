@@ -150,14 +150,8 @@ def tensor_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map is not a table of tensors and files")
     for name in weight_map.values():
-        if (
-            not isinstance(name, str)
-            or name in ("", ".", "..")
-            or len(name.encode(errors="replace")) > MAX_PART
-            or "/" in name
-            or "\\" in name
-            or "\0" in name
-        ):
+        is_name = isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+        if not is_name or len(name.encode(errors="replace")) > MAX_PART:
             raise UserError(f"{index}: {shown(json.dumps(name))} is not the name of a file in the folder")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]

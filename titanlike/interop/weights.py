@@ -122,14 +122,19 @@ def load_initial(
     try:
         weights = open_weights(Path(initial), verify_share=(process_group.rank(), process_group.world_size()))
         problems = config_problems(initial, weights.config, config, allow_changed, key=key)
-        found = weights.config.parameters()
-        problems += [
-            f"{key} = {initial!r}: "
-            + (f"{name} has shape {found[name].shape}" if name in found else f"there is no {name}")
-            + f", but the recipe's model has {spec.shape}"
-            for name, spec in config.parameters().items()
-            if (name not in found or found[name].shape != spec.shape) and not problems
-        ]
+        found, expected = weights.config.parameters(), config.parameters()
+        wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
+        if (stored := weights.config.num_mtp_layers) < config.num_mtp_layers:
+            number = f"model.num_mtp_layers = {config.num_mtp_layers}"
+            problems.append(
+                f"{key} = {initial!r} has {stored} blocks of multi-token prediction, but {number}; set it to {stored}"
+            )
+        elif wrong and not problems:
+            name = wrong[0]
+            shape = f"{name} has shape {found[name].shape}" if name in found else f"there is no {_listed(wrong)}"
+            problems.append(
+                f"{key} = {initial!r}: {shape}, but the recipe's model has {expected[name].shape}; use other weights"
+            )
         problem = "\n".join(problems)
     except UserError as error:
         problem = f"{key}: {error}"

@@ -13,6 +13,8 @@ from typing_extensions import Self
 
 from titanlike.config.base import UserError, divisors, one_of, validate
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
+
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
 
 
@@ -146,6 +148,10 @@ class TransformerConfig:
     def is_local(self, index: int) -> bool:
         """Whether the attention of a block is limited to `sliding_window` tokens."""
         return False
+
+    def layer_types(self) -> list[str]:
+        """Returns the type of each block in Hugging Face's configs."""
+        return [LOCAL if self.is_local(index) else GLOBAL for index in range(self.num_layers)]
 
     def num_local(self) -> int:
         """Returns the number of blocks with sliding-window attention."""
@@ -296,6 +302,15 @@ class TransformerConfig:
         attention = 6 * self.num_heads * (self.head_dim + self.v_head_dim) * keys
         return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
+    def window_problems(self) -> list[str]:
+        """Returns a message if no block has the sliding window."""
+        if not self.sliding_window or self.num_local():
+            return []
+        return [
+            f"model.sliding_window = {self.sliding_window} has no effect: all {self.num_layers} blocks attend to the full "
+            "sequence; set model.sliding_window = 0"
+        ]
+
     def problems(self) -> list[str]:
         """Returns one message for each inconsistency among the fields."""
         if self.dim % self.num_heads == 0:
@@ -312,6 +327,13 @@ class TransformerConfig:
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns what describes this model in Hugging Face's `config.json`."""
         raise UserError(f"model.name = {self.name!r} has no equivalent in transformers; it cannot be exported")
+
+    def not_exportable(self, name: str, supported: str) -> UserError:
+        """Returns the error of a field whose value the class of transformers cannot have, with the values that it can."""
+        return UserError(
+            f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported, only "
+            f"{supported} can"
+        )
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +356,10 @@ class TransformerConfig:
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
         """Returns the config that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
-        return cls.published(cls.fields_from_hugging_face(values))
+        config = cls.published(cls.fields_from_hugging_face(values))
+        if (kinds := values.get("layer_types")) and kinds != config.layer_types():
+            raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")
+        return config
 
     @classmethod
     def published(cls, fields: Mapping[str, Any]) -> Self:

@@ -15,22 +15,19 @@ BERT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class EncoderConfig(TransformerConfig):
-    """Base of the configs of encoders: bidirectional attention, and a head for masked tokens whose decoder is tied to the token
-    embedding and has a bias."""
+class LayerNormConfig(TransformerConfig):
+    """Base of the configs of models with LayerNorm, whose norms and linear layers may have biases."""
 
-    ffn_dim: int
-
-    causal = False
-    tied_head = True
     biases: ClassVar[bool] = True
-    """Whether linear layers and norms have a bias. The decoder has one in any case."""
+    """Whether linear layers and norms have a bias. The decoder of an encoder has one in any case."""
+    transposed: ClassVar[bool] = False
+    """Whether checkpoints of transformers have matrices as (inputs, outputs)."""
 
     def linear(
         self, name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, num_parts: int = 1
     ) -> dict[str, ParameterSpec]:
         """Returns the parameters of a linear layer. `part` and `num_parts` are as in `ParameterSpec`."""
-        weight = {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts)}
+        weight = {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts, self.transposed)}
         bias = {f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, num_parts)}
         return weight | bias if self.biases else weight
 
@@ -40,6 +37,16 @@ class EncoderConfig(TransformerConfig):
         return {
             f"{name}.{kind}": ParameterSpec((self.dim,), "sequence_parallel", f"{hf_name}.{kind}") for kind in kinds
         }
+
+
+class EncoderConfig(LayerNormConfig):
+    """Base of the configs of encoders: bidirectional attention, and a head for masked tokens whose decoder is tied to the token
+    embedding and has a bias."""
+
+    ffn_dim: int
+
+    causal = False
+    tied_head = True
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return super().tensor_parallel_sizes() | {"ffn_dim": self.ffn_dim}

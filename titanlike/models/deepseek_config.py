@@ -13,7 +13,6 @@ from titanlike.config.base import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    UserError,
     divisors,
     one_of,
     only_from,
@@ -22,7 +21,7 @@ from titanlike.config.base import (
 from titanlike.models.base_config import ParameterSpec, require
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
-from titanlike.models.rope_config import SCALES_ROPE, yarn_problems
+from titanlike.models.rope_config import SCALES_ROPE, odd_problems, yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -156,7 +155,7 @@ class DeepseekConfig(MoeConfig):
                 f"model.groups_per_token = {self.groups_per_token} groups of {size} experts have fewer than "
                 f"model.experts_per_token = {self.experts_per_token}; use {-(-self.experts_per_token // size)} or more groups"
             )
-        elif groups > self.groups_per_token and size < self.experts_of_group_score:
+        elif groups > 1 and size < self.experts_of_group_score:
             problems.append(
                 f"model.num_expert_groups = {groups} are groups of {size} expert, but the score of a group is the sum of its best "
                 f"{self.experts_of_group_score}; use {self.num_experts // self.experts_of_group_score} or fewer groups"
@@ -164,19 +163,14 @@ class DeepseekConfig(MoeConfig):
         return problems + yarn_problems(self)
 
     def head_dim_problems(self) -> list[str]:
-        size = self.qk_rope_head_dim
-        near = f"{size - 1} or {size + 1}" if size > 1 else "2"
-        odd = f"model.qk_rope_head_dim = {size} is odd, but RoPE rotates pairs; use {near}"
-        return [odd] if size % 2 else []
+        return odd_problems("model.qk_rope_head_dim", self.qk_rope_head_dim)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return super().tensor_parallel_sizes() | {"dense_ffn_dim": self.dense_ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
         if not self.num_shared_experts:
-            raise UserError(
-                f"model.num_shared_experts = 0 has no equivalent in {self.hf_architecture}; it cannot be exported"
-            )
+            raise self.not_exportable("num_shared_experts", "1 or more")
         limited = self.groups_per_token < self.num_expert_groups
         return super().to_hugging_face() | {
             "intermediate_size": self.dense_ffn_dim,
@@ -209,7 +203,8 @@ class DeepseekConfig(MoeConfig):
         values = dict(values)
         groups = values.get("n_group") or 1
         per_token = values.get("topk_group") or groups
-        require(values, topk_method=cls.hf_topk_method(per_token < groups))
+        found = values.get("topk_method") or cls.hf_topk_method(False)  # what transformers has without the key
+        require({"topk_method": found}, topk_method=cls.hf_topk_method(per_token < groups))
         fields = super().fields_from_hugging_face(values | {"head_dim": None})
         del fields["num_kv_heads"]
         require(values, num_key_value_heads=fields["num_heads"])
@@ -246,6 +241,14 @@ class DeepseekV2Config(DeepseekConfig):
     @classmethod
     def hf_topk_method(cls, limited: bool) -> str:
         return "group_limited_greedy" if limited else "greedy"
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        for name in ("qk_nope_head_dim", "kv_lora_rank"):
+            if getattr(self, name) % 2:  # transformers views what follows these channels as complex numbers
+                raise self.not_exportable(name, "an even number")
+        if self.dim % self.num_heads:
+            raise self.not_exportable("num_heads", f"a divisor of model.dim = {self.dim}")
+        return super().to_hugging_face()
 
 
 @section

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, only_from, section
-from titanlike.models.base_config import ParameterSpec, require
+from titanlike.models.base_config import GLOBAL, LOCAL, ParameterSpec, require
 from titanlike.models.llama_config import LlamaFamilyConfig
-from titanlike.models.rope_config import rope_fields, rope_scaling
-
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
+from titanlike.models.rope_config import rope_fields, rope_of_type, rope_scaling
 
 # The fields of each published size that differ from the defaults below. All have a tied head.
 GEMMA2_SIZES: dict[str, dict[str, Any]] = {
@@ -81,17 +79,23 @@ class GemmaConfig(LlamaFamilyConfig):
             "post_ffn_norm.weight": self.norm("post_feedforward_layernorm"),
         }
 
+    def problems(self) -> list[str]:
+        return super().problems() + self.window_problems()
+
     def to_hugging_face(self) -> dict[str, Any]:
-        scalar = self.query_scalar
+        if not self.query_scalar.is_integer():
+            raise self.not_exportable("query_scalar", "an integer")
+        if self.dim % self.num_heads:
+            raise self.not_exportable("num_heads", f"a divisor of model.dim = {self.dim}")
         return super().to_hugging_face() | {
             "hidden_activation": "gelu_pytorch_tanh",
             "attention_bias": False,
-            "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+            "query_pre_attn_scalar": int(self.query_scalar),
             "final_logit_softcapping": self.logit_soft_cap or None,
             "attn_logit_softcapping": self.attention_soft_cap or None,
             "sliding_window": self.sliding_window or self.max_seq_len,
             "sliding_window_pattern": self.sliding_window_pattern,
-            "layer_types": [LOCAL if self.is_local(i) else GLOBAL for i in range(self.num_layers)],
+            "layer_types": self.layer_types(),
         }
 
     @classmethod
@@ -104,12 +108,12 @@ class GemmaConfig(LlamaFamilyConfig):
             "sliding_window_pattern", values.get("_sliding_window_pattern", cls.sliding_window_pattern)
         )
         kinds = values.get("layer_types") or _layer_types(num_layers, pattern)
-        if len(kinds) != num_layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
+        if LOCAL in kinds and kinds != _layer_types(num_layers, pattern):
+            pattern = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0
         return super().fields_from_hugging_face(values) | {
             "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
             "sliding_window": values.get("sliding_window", 4096) if LOCAL in kinds else 0,
-            "sliding_window_pattern": _pattern(kinds, pattern) if LOCAL in kinds else pattern,
+            "sliding_window_pattern": pattern,
         }
 
 
@@ -135,8 +139,8 @@ class Gemma2Config(GemmaConfig):
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         return super().fields_from_hugging_face(values) | {
-            "logit_soft_cap": float(values.get("final_logit_softcapping") or 0.0),
-            "attention_soft_cap": float(values.get("attn_logit_softcapping") or 0.0),
+            "logit_soft_cap": float(values.get("final_logit_softcapping", cls.logit_soft_cap) or 0.0),
+            "attention_soft_cap": float(values.get("attn_logit_softcapping", cls.attention_soft_cap) or 0.0),
         }
 
 
@@ -156,6 +160,7 @@ class Gemma3Config(GemmaConfig):
     defaults: ClassVar = {"num_layers": 6, "sliding_window_pattern": 6}
     hf_architecture = "Gemma3ForCausalLM"
     hf_model_type = "gemma3_text"
+    hf_rope_theta = 1000000.0
     rope_local_theta = 10000.0
     rope_types = ("default", "linear")
     rope_scaling_type = "linear"
@@ -177,23 +182,11 @@ class Gemma3Config(GemmaConfig):
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(values, final_logit_softcapping=None, attn_logit_softcapping=None)
-        rope = values.get("rope_parameters") or {}
-        local = rope_fields({"rope_parameters": rope[LOCAL]} if LOCAL in rope else {}, ("default",))
-        theta = local["rope_theta"] if LOCAL in rope else values.get("rope_local_base_freq", 10000.0)
+        local = rope_of_type(values, LOCAL, "rope_local_base_freq", scaled=False)
+        theta = rope_fields(local, ("default",), cls.rope_local_theta)["rope_theta"]
         require({"rope_local_base_freq": theta}, rope_local_base_freq=cls.rope_local_theta)
-        of_global = dict(values) | ({"rope_parameters": rope[GLOBAL], "rope_scaling": None} if GLOBAL in rope else {})
-        if GLOBAL not in rope:
-            of_global.setdefault("rope_theta", 1000000.0)
-        return super().fields_from_hugging_face(of_global)
+        return super().fields_from_hugging_face(rope_of_type(values, GLOBAL, "rope_theta"))
 
 
 def _layer_types(num_layers: int, pattern: int) -> list[str]:
     return [GLOBAL if pattern and (i + 1) % pattern == 0 else LOCAL for i in range(num_layers)]
-
-
-def _pattern(kinds: list[str], pattern: int) -> int:
-    """Returns `sliding_window_pattern` for the types of all blocks: `pattern` if it has them."""
-    for candidate in (pattern, 0, kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0):
-        if kinds == _layer_types(len(kinds), candidate):
-            return candidate
-    raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")

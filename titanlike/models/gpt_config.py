@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from titanlike.config.base import Positive, Share, section
-from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
+from titanlike.models.base_config import NumLayers, ParameterSpec, require
+from titanlike.models.bert_config import LayerNormConfig
 
 LAYER = "transformer.h.*"  # in checkpoints of transformers
 
@@ -25,7 +26,7 @@ GPT_SIZES: dict[str, dict[str, Any]] = {
 
 
 @section
-class GPTConfig(TransformerConfig):
+class GPTConfig(LayerNormConfig):
     """GPT-2 and GPT-3: learned position embeddings, LayerNorm, GELU, biases, tied LM head."""
 
     name: Literal["gpt"] = "gpt"
@@ -50,6 +51,7 @@ class GPTConfig(TransformerConfig):
     sizes = GPT_SIZES
     norm_eps = 1e-5
     tied_head = True
+    transposed = True
 
     def first_parameters(self) -> dict[str, ParameterSpec]:
         tokens, positions = (self.vocab_size, self.dim), (self.max_seq_len, self.dim)
@@ -59,37 +61,22 @@ class GPTConfig(TransformerConfig):
         }
 
     def block_parameters(self) -> dict[str, ParameterSpec]:
-        # Checkpoints of transformers have transposed matrices, one of them for queries, keys and values.
+        # Checkpoints of transformers have one matrix for queries, keys and values.
         wide, narrow, square = (4 * self.dim, self.dim), (self.dim, 4 * self.dim), (self.dim, self.dim)
         return {
-            **self._norm("attention_norm", f"{LAYER}.ln_1"),
-            **self._linear("attention.wq", square, "colwise", f"{LAYER}.attn.c_attn", 0, 3),
-            **self._linear("attention.wk", square, "colwise", f"{LAYER}.attn.c_attn", 1, 3),
-            **self._linear("attention.wv", square, "colwise", f"{LAYER}.attn.c_attn", 2, 3),
-            **self._linear("attention.wo", square, "rowwise", f"{LAYER}.attn.c_proj"),
-            **self._norm("ffn_norm", f"{LAYER}.ln_2"),
-            **self._linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.c_fc"),
-            **self._linear("feed_forward.w2", narrow, "rowwise", f"{LAYER}.mlp.c_proj"),
+            **self.norm("attention_norm", f"{LAYER}.ln_1"),
+            **self.linear("attention.wq", square, "colwise", f"{LAYER}.attn.c_attn", 0, 3),
+            **self.linear("attention.wk", square, "colwise", f"{LAYER}.attn.c_attn", 1, 3),
+            **self.linear("attention.wv", square, "colwise", f"{LAYER}.attn.c_attn", 2, 3),
+            **self.linear("attention.wo", square, "rowwise", f"{LAYER}.attn.c_proj"),
+            **self.norm("ffn_norm", f"{LAYER}.ln_2"),
+            **self.linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.c_fc"),
+            **self.linear("feed_forward.w2", narrow, "rowwise", f"{LAYER}.mlp.c_proj"),
         }
 
     def last_parameters(self) -> dict[str, ParameterSpec]:
         head = ParameterSpec((self.vocab_size, self.dim), "lm_head")
-        return self._norm("norm", "transformer.ln_f") | {"output.weight": head}
-
-    def _norm(self, name: str, hf_name: str) -> dict[str, ParameterSpec]:
-        return {
-            f"{name}.{kind}": ParameterSpec((self.dim,), "sequence_parallel", f"{hf_name}.{kind}")
-            for kind in ("weight", "bias")
-        }
-
-    @staticmethod
-    def _linear(
-        name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, num_parts: int = 1
-    ) -> dict[str, ParameterSpec]:
-        return {
-            f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts, transposed=True),
-            f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, num_parts),
-        }
+        return self.norm("norm", "transformer.ln_f") | {"output.weight": head}
 
     def to_hugging_face(self) -> dict[str, Any]:
         return {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, Positive, PositiveFloat, section
-from titanlike.models.base_config import ParameterSpec
+from titanlike.models.base_config import LOCAL, ParameterSpec
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
-from titanlike.models.rope_config import SCALES_ROPE, yarn_problems
+from titanlike.models.rope_config import SCALES_ROPE, rope_scaling, yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(
@@ -53,6 +53,7 @@ class GptOssConfig(MoeConfig):
     rope_types = ("default", "yarn")
     rope_scaling_type = "yarn"
     rope_truncate = False
+    hf_rope_theta = 150000.0
     hf_architecture = "GptOssForCausalLM"
     hf_model_type = "gpt_oss"
     # transformers 4 has no key of the slope of the sigmoid, which has this value.
@@ -97,23 +98,18 @@ class GptOssConfig(MoeConfig):
         return super().problems() + yarn_problems(self)
 
     def to_hugging_face(self) -> dict[str, Any]:
-        kinds = ["sliding_attention" if self.is_local(index) else "full_attention" for index in range(self.num_layers)]
         return super().to_hugging_face() | {
             "num_local_experts": self.num_experts,
             "sliding_window": self.sliding_window or self.max_seq_len,
-            "layer_types": kinds,
+            "layer_types": self.layer_types(),
         }
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        fields = super().fields_from_hugging_face({**values, "sliding_window": None})
-        window = values.get("sliding_window") or 0
-        num_layers = fields["num_layers"]
-        kinds = values.get("layer_types") or ["sliding_attention", "full_attention"] * num_layers
-        if "sliding_attention" not in kinds:
-            window = 0
-        elif kinds[:num_layers] != (["sliding_attention", "full_attention"] * num_layers)[:num_layers]:
-            raise ValueError(
-                f"layer_types = {kinds!r} is not supported; only a sliding window in every second block is"
-            )
+        # Without them, transformers has those of the published models.
+        rope = values.get("rope_parameters")
+        rope = rope_scaling(cls(rope_scaling=32.0)) if rope is None else rope
+        fields = super().fields_from_hugging_face({**values, "rope_parameters": rope, "sliding_window": None})
+        has_window = LOCAL in (values.get("layer_types") or [LOCAL])
+        window = (values.get("sliding_window") or 0) if has_window else 0
         return fields | {"num_experts": values["num_local_experts"], "sliding_window": window}

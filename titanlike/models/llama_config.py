@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import Positive, PositiveFloat, divisors, one_of, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
-from titanlike.models.rope_config import SCALES_ROPE, rope_fields, rope_scaling
+from titanlike.models.rope_config import SCALES_ROPE, odd_problems, rope_fields, rope_scaling
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
 
@@ -57,6 +57,8 @@ class LlamaFamilyConfig(TransformerConfig):
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
+    hf_rope_theta: ClassVar[float] = 10000.0
+    """The `rope_theta` of a `config.json` that has none."""
     hf_model_type: ClassVar[str] = ""
     """The `model_type` of transformers."""
     hf_fixed: ClassVar[Mapping[str, Any]] = {}
@@ -125,15 +127,8 @@ class LlamaFamilyConfig(TransformerConfig):
     def head_dim_problems(self) -> list[str]:
         """Returns a message if the head dimension is not valid."""
         if self.own_head_dim:
-            near = f"{self.head_dim - 1} or {self.head_dim + 1}" if self.head_dim > 1 else "2"
-            odd = f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"
-            return [odd] if self.head_dim % 2 else []
-        problems = super().problems()
-        if not problems and self.head_dim % 2:
-            problems.append(
-                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
-            )
-        return problems
+            return odd_problems("model.head_dim", self.head_dim)
+        return super().problems() or odd_problems("model.dim / model.num_heads", self.head_dim, "change num_heads")
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
@@ -189,7 +184,7 @@ class LlamaFamilyConfig(TransformerConfig):
             "vocab_size": values["vocab_size"],
             "max_seq_len": values.get("max_position_embeddings", 2048),
             **own,
-            **rope_fields(values, cls.rope_types, cls.rope_truncate),
+            **rope_fields(values, cls.rope_types, cls.hf_rope_theta, cls.rope_truncate),
         }
 
 

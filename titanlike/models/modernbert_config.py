@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from titanlike.config.base import NonNegative, Positive, PositiveFloat, only_from, section
-from titanlike.models.base_config import NumLayers, ParameterSpec, require
+from titanlike.models.base_config import GLOBAL, LOCAL, NumLayers, ParameterSpec, require
 from titanlike.models.bert_config import EncoderConfig
+from titanlike.models.rope_config import odd_problems, rope_fields, rope_of_type
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks there
 
 MODERNBERT_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},
@@ -97,19 +97,15 @@ class ModernBertConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if not problems and self.head_dim % 2:
-            problems.append(
-                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
-            )
+        problems = problems or odd_problems("model.dim / model.num_heads", self.head_dim, "change num_heads")
         if self.sliding_window % 2:
             problems.append(
                 f"model.sliding_window = {self.sliding_window} is odd, but half of it is on either side of a token; use "
                 f"{self.sliding_window + 1}"
             )
-        return problems
+        return problems + self.window_problems()
 
     def to_hugging_face(self) -> dict[str, Any]:
-        kinds = [LOCAL if self.is_local(i) else GLOBAL for i in range(self.num_layers)]
         return {
             "architectures": [self.hf_architecture],
             "model_type": "modernbert",
@@ -122,7 +118,7 @@ class ModernBertConfig(EncoderConfig):
             "max_position_embeddings": self.max_seq_len,
             "local_attention": self.sliding_window or 2 * self.max_seq_len,
             # transformers 5 reads layer_types and rope_parameters, 4 the others.
-            "layer_types": kinds,
+            "layer_types": self.layer_types(),
             "global_attn_every_n_layers": self.global_attention_every if self.sliding_window else 1,
             "rope_parameters": {
                 GLOBAL: {"rope_type": "default", "rope_theta": self.rope_theta},
@@ -140,21 +136,16 @@ class ModernBertConfig(EncoderConfig):
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(values, hidden_activation="gelu", tie_word_embeddings=True, **FIXED)
         num_layers = values["num_hidden_layers"]
-        rope = values.get("rope_parameters") or {}
         every = values.get("global_attn_every_n_layers", 3)
         thetas = {}
         for field, kind, key, default in (
             ("rope_theta", GLOBAL, "global_rope_theta", 160000.0),
             ("rope_local_theta", LOCAL, "local_rope_theta", 10000.0),
         ):
-            of_kind = rope.get(kind) or {}
-            require({"rope_type": of_kind.get("rope_type")}, rope_type="default")
-            thetas[field] = float(of_kind.get("rope_theta") or values.get(key) or default)
+            thetas[field] = rope_fields(rope_of_type(values, kind, key), ("default",), default)["rope_theta"]
         kinds = values.get("layer_types") or [LOCAL if i % every else GLOBAL for i in range(num_layers)]
         globals_ = [index for index, kind in enumerate(kinds) if kind == GLOBAL]
         every = globals_[1] if len(globals_) > 1 else max(every, len(kinds))
-        if LOCAL in kinds and kinds != [LOCAL if i % every else GLOBAL for i in range(num_layers)]:
-            raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")
         return {
             "dim": values["hidden_size"],
             "num_layers": num_layers,

@@ -11,7 +11,6 @@ from titanlike.config.base import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    UserError,
     divisors,
     one_of,
     section,
@@ -183,9 +182,7 @@ class Qwen3MoeConfig(MoeConfig):
         only = {"num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0}
         for name, value in only.items():
             if getattr(self, name) != value:
-                raise UserError(
-                    f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported"
-                )
+                raise self.not_exportable(name, repr(value))
         return super().to_hugging_face() | {
             "attention_bias": False,
             "use_sliding_window": False,
@@ -220,6 +217,7 @@ class MixtralConfig(MoeConfig):
 
     defaults: ClassVar = {"max_seq_len": 32768}
     norm_eps = 1e-5
+    hf_rope_theta = 1000000.0
     hf_architecture = "MixtralForCausalLM"
     hf_model_type = "mixtral"
     sizes = MIXTRAL_SIZES

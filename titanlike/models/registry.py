@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.base import UserError
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import FAMILIES, all_configs, config_class
 
@@ -54,6 +55,7 @@ class LanguageModel(Protocol):
 
 
 M = TypeVar("M", bound=type[nn.Module])
+TORCH_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 REQUIRED = ("first_stage_modules", "last_stage_modules", "init_parameter")
 
 _models: dict[type[TransformerConfig], type[nn.Module]] = {}
@@ -92,6 +94,13 @@ def build_model(config: TransformerConfig) -> nn.Module:
         name = next(one for one in {**found, **planned} if found.get(one) != planned.get(one))
         table, shapes = f"{type(config).__name__}.block_parameters", (planned.get(name), found.get(name))
         raise ValueError(f"{name} has the shape {shapes[0]} in {table}, but {shapes[1]} in {type(model).__name__}")
+    for name, module in model.named_modules():
+        # Its mask would repeat on ranks with other tokens, change in recomputation, and apply to validation.
+        if isinstance(module, TORCH_DROPOUT) and module.p:
+            raise UserError(
+                f"{name} of {type(model).__name__} is a torch.nn.{type(module).__name__} with p = {module.p}, whose mask depends "
+                "on the layout; use titanlike.models.dropout.Dropout, or p = 0"
+            )
     return model
 
 

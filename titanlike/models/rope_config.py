@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlike.config.base import only_if
-from titanlike.models.base_config import require
+from titanlike.models.base_config import GLOBAL, LOCAL, require
 
 SCALES_ROPE = only_if(lambda factor: factor != 1.0, "rope_scaling", remedy="set {0}")
 
@@ -30,15 +30,21 @@ def rope_scaling(config: Any) -> dict[str, Any]:
     return scaling | TURNS[kind] | {"original_max_position_embeddings": config.rope_original_seq_len}
 
 
-def rope_fields(values: Mapping[str, Any], supported: tuple[str, ...], truncate: bool = True) -> dict[str, Any]:
+def rope_fields(
+    values: Mapping[str, Any], supported: tuple[str, ...], default_theta: float, truncate: bool = True
+) -> dict[str, Any]:
     """Returns the RoPE fields of a `config.json`, in which `truncate` of YaRN is the only supported value."""
-    forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
-    rope: Mapping[str, Any] = next((form for form in forms if form), {})
-    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    if values.get("rope_theta", theta) != theta:
-        raise ValueError(f"rope_theta = {values['rope_theta']!r}, but rope_parameters has rope_theta = {theta!r}")
+    # Where both are present, transformers reads rope_scaling alone, also for theta.
+    forms = [values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    rope: Mapping[str, Any] = forms[0] or forms[1]
+    theta = rope.get("rope_theta", values.get("rope_theta", default_theta))
+    for form in (values, *forms):
+        require(form, partial_rotary_factor=1.0)
+        if form.get("rope_theta", theta) != theta:
+            raise ValueError(f"rope_theta = {form['rope_theta']!r}, but transformers reads rope_theta = {theta!r}")
     fields = {"rope_theta": float(theta)}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    require(rope, full_attention=None, sliding_attention=None)  # of types of blocks
     if kind not in supported:
         only = " and ".join(map(repr, supported)) + (" are" if len(supported) > 1 else " is")
         raise ValueError(f"the RoPE type {kind!r} is not supported; only {only}")
@@ -53,12 +59,31 @@ def rope_fields(values: Mapping[str, Any], supported: tuple[str, ...], truncate:
         require(rope, attention_factor=None, mscale=None, mscale_all_dim=None)
     elif kind == "yarn":
         # The first scales cosines and sines, relative to the second, which scales the attention scores.
-        require(rope, mscale=rope["mscale_all_dim"])
+        require({"mscale": rope["mscale"]}, mscale=rope["mscale_all_dim"])
+        require(rope, attention_factor=1.0)  # takes the place of that ratio
         fields["rope_mscale"] = float(rope["mscale_all_dim"])
+    require(values, original_max_position_embeddings=rope["original_max_position_embeddings"])
     return fields | {
         "rope_scaling": float(rope["factor"]),
         "rope_original_seq_len": rope["original_max_position_embeddings"],
     }
+
+
+def rope_of_type(values: Mapping[str, Any], kind: str, theta_key: str, scaled: bool = True) -> dict[str, Any]:
+    """Returns a `config.json` whose RoPE is that of one type of blocks, and whether `rope_scaling` applies to it."""
+    nested = values.get("rope_parameters")
+    if nested is not None and not {LOCAL, GLOBAL} & nested.keys():
+        raise ValueError(f"rope_parameters = {nested!r} is not supported; only one for each type of blocks is")
+    scaling = (values.get("rope_scaling") or {}) if scaled else {}
+    theta = {"rope_theta": values[theta_key]} if theta_key in values else {}
+    others = {key: value for key, value in values.items() if key != "rope_theta"}
+    return others | theta | {"rope_parameters": {**((nested or {}).get(kind) or {}), **scaling}, "rope_scaling": None}
+
+
+def odd_problems(key: str, size: int, remedy: str = "") -> list[str]:
+    """Returns a message if RoPE cannot rotate this number of channels."""
+    near = f"use {size - 1} or {size + 1}" if size > 1 else "use 2"
+    return [f"{key} = {size} is odd, but RoPE rotates pairs; {remedy or near}"] if size % 2 else []
 
 
 def yarn_problems(config: Any) -> list[str]:

@@ -38,4 +38,4 @@ def _yarn(frequencies: Tensor, theta: float, config: LlamaFamilyConfig) -> Tenso
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
     indices = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-    return 1.0 - ((indices - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return 1.0 - ((indices - low) / (high - low or 0.001)).clamp(0.0, 1.0)

@@ -81,8 +81,8 @@ def verify_file(target: str, layout: str, steps: int, tolerance: str = "") -> No
 
 def load(target: str) -> Functions:
     """Imports FILE.py and returns its functions. The part after the colon names the one that returns the module."""
-    file, _, name = target.partition(".py")
-    file, name = f"{file}.py", name.removeprefix(":") or "model"
+    file, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
+    name = name or "model"
     path = Path(file)
     if not path.is_file():
         raise UserError(
@@ -110,6 +110,9 @@ def load(target: str) -> Functions:
             f"{file} has no function batch: define batch(step), which returns the global batch of a step, a tensor or a tuple or "
             "dict of tensors"
         )
+    for each, value in found.items():
+        if value is not None and not callable(value):
+            raise UserError(f"{each} in {file} is {type(value).__name__}; make it a function, or give it another name")
     return Functions(**found)
 
 
@@ -146,7 +149,12 @@ def _verify(source: Functions | str, sizes: dict[str, int], steps: int, toleranc
         except ProcessExitedException as error:
             if error.exit_code == 2:  # the rank has printed a user's mistake
                 sys.exit(2)
-            raise
+            ended = (
+                f"was ended by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
+            )
+            raise UserError(
+                f"rank {error.error_index} {ended}; if the machine has too little memory, use a smaller model or fewer ranks"
+            ) from None
         ranks = [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(num_ranks)]
     return compare_records(one, ranks, sizes, divided, tolerances)
 

@@ -18,6 +18,7 @@ from titanlike.config import UserError
 from titanlike.tools.verify import comparison as phases
 from titanlike.tools.verify.comparison import Record
 from titanlike.utils import compat
+from titanlike.utils.rng import generator_states, restore_generators, seed_generators
 
 # Dimensions of the mesh along which ranks have different rows of a batch by default, and those along which they have the same.
 DATA = ("replicate", "shard", "data", "dp", "ddp", "fsdp", "dp_replicate", "dp_shard")
@@ -71,12 +72,9 @@ def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str
 
 def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int = 3, seed: int = 0) -> Record:
     """Trains some steps, in one process or as a rank of the mesh, and records what is computed. All ranks call this together."""
-    torch.manual_seed(seed)
+    seed_generators(seed)
     model = _call(functions.model, mesh=mesh)
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"the function that returns the model returned {type(model).__name__}; return a torch.nn.Module"
-        )
+    _check("the function that returns the model", model, nn.Module, "a torch.nn.Module")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("the model has parameters on the meta device; return it with its initial weights, on the CPU")
     done = Record()
@@ -84,6 +82,7 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
         done.coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         parallelize = functions.parallelize or apply_tp_plan
         model = parallelize(model, mesh) or model
+        _check("parallelize(model, mesh)", model, nn.Module, "a torch.nn.Module or None")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
@@ -102,6 +101,7 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
             done.tensors[phases.GRADIENTS, step] = trainer.gradients()
             if functions.clip:
                 norm = _call(functions.clip, model, mesh=mesh)
+                _check("clip(model)", norm, Tensor | float, "the norm of the gradients, a tensor with one element")
                 done.tensors[phases.NORM, step] = {"norm": _full(torch.as_tensor(norm)).mean()}
             trainer.optimizer.step()
             done.tensors[phases.WEIGHTS, step] = trainer.weights()
@@ -127,6 +127,7 @@ class _Trainer:
             if functions.optimizer
             else torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-3, foreach=False)
         )
+        _check("optimizer(model)", self.optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
 
     def _name(self, name: str) -> str:
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -164,8 +165,7 @@ class _Trainer:
 
     def batch(self, step: int) -> Any:
         """Returns the batch of this rank. The global batch is the same on all ranks, even if it is drawn at random."""
-        with torch.random.fork_rng():
-            torch.manual_seed(1_000 * (self.seed + 1) + step)
+        with _seeded(1_000 * (self.seed + 1) + step):
             batch = _call(self.functions.batch, step, mesh=self.mesh)
         if self.mesh is None:
             return batch
@@ -173,22 +173,35 @@ class _Trainer:
 
     def loss(self, batch: Any) -> Tensor:
         if self.functions.loss:
-            return _call(self.functions.loss, self.model, batch, mesh=self.mesh)
+            loss = _call(self.functions.loss, self.model, batch, mesh=self.mesh)
+            _check("loss(model, batch)", loss, Tensor, "a tensor with one element")
+            return _one_number(loss)
         if isinstance(batch, Mapping):
             output = self.model(**batch)
         else:
             output = self.model(*batch) if isinstance(batch, tuple | list) else self.model(batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is not None:
-            return loss
-        tensor = _tensors(output)[0]
+        if isinstance(loss, Tensor):
+            return _one_number(loss)
+        tensor = next((each for each in _tensors(output) if each.is_floating_point()), None)
+        if tensor is None:
+            raise UserError(
+                f"the model returned {type(output).__name__} without a floating-point tensor; return one, or define "
+                "loss(model, batch), which returns the loss"
+            )
         return tensor if tensor.ndim == 0 else tensor.float().square().mean()
 
     def backward(self, step: int) -> Tensor | None:
         batch = self.batch(step)
         if self.functions.backward:
-            return _call(self.functions.backward, self.model, batch, mesh=self.mesh)
+            loss = _call(self.functions.backward, self.model, batch, mesh=self.mesh)
+            _check("backward(model, batch)", loss, Tensor | None, "the loss, a tensor with one element, or None")
+            return loss
         loss = self.loss(batch)
+        if not loss.requires_grad:
+            raise UserError(
+                "the loss does not depend on the parameters; return one that does, or define backward(model, batch)"
+            )
         loss.backward()
         return loss.detach()
 
@@ -199,8 +212,7 @@ class _Trainer:
         buffers = {name: each.clone() for name, each in self.model.named_buffers()}
         losses = []
         for seed in (0, 1):
-            with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(seed)
+            with _seeded(seed), torch.no_grad():
                 losses.append(float(self.loss(self.batch(1))))
             for name, each in self.model.named_buffers():
                 each.copy_(buffers[name])
@@ -291,6 +303,31 @@ def _tensors(tree: Any) -> list[Tensor]:
     return found
 
 
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise UserError(
+            f"the loss has the shape {tuple(loss.shape)} and is {loss.dtype}; return one floating-point number"
+        )
+    return loss
+
+
+def _check(function: str, value: Any, kind: Any, expected: str) -> None:
+    """Raises `UserError` if a function of the file returned something else than expected."""
+    if not isinstance(value, kind):
+        raise UserError(f"{function} returned {type(value).__name__}; return {expected}")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators of Python, NumPy and torch, and restores their states afterwards."""
+    states = generator_states()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        restore_generators(states)
+
+
 def _call(function: Callable[..., Any], *arguments: Any, mesh: DeviceMesh | None) -> Any:
     takes_mesh = "mesh" in inspect.signature(function).parameters
     return function(*arguments, mesh=mesh) if takes_mesh else function(*arguments)
@@ -322,6 +359,8 @@ def _without_dropout() -> Iterator[list[str]]:
     def without(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *a: Any, **k: Any
     ) -> Tensor:
+        if dropout_p:
+            used.append("scaled_dot_product_attention")
         return attention(query, key, value, attn_mask, 0.0, *a, **k)
 
     changed = {name: identity(name) for name in DROPOUTS} | {"scaled_dot_product_attention": without}
@@ -331,19 +370,34 @@ def _without_dropout() -> Iterator[list[str]]:
 
 @contextmanager
 def _recorded_dropout(model: nn.Module, done: Record) -> Iterator[None]:
-    """Records the input and the mask of each dropout."""
+    """Records the input and the mask of each dropout. A mask is what dropout makes of ones, since its input may have zeros."""
     masks = done.tensors.setdefault((phases.DROPOUT, 0), {})
     running: list[str] = []
-    dropout = F.dropout
 
-    def recorded(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        before = _local(input)
-        output = dropout(input, p, training)
-        if p and training:
-            place = running[-1] if running else "dropout"
-            name = f"{place} #{len(masks)}"
-            masks[name], done.dropout_inputs[name] = _local(output) != 0, before
-        return output
+    def add(input: Tensor, draw: Callable[[], Tensor]) -> None:
+        name = f"{running[-1] if running else 'dropout'} #{len(masks)}"
+        with torch.random.fork_rng():  # the call that is recorded draws the same numbers
+            masks[name] = _local(draw())
+        done.dropout_inputs[name] = _local(input)
+
+    def recorded(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def record(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if 0.0 < p < 1.0 and training:
+                add(input, lambda: dropout(torch.ones_like(input), p, training))
+            return dropout(input, p, training)
+
+        return record
+
+    attention = F.scaled_dot_product_attention
+
+    def record_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *a: Any, **k: Any
+    ) -> Tensor:
+        if 0.0 < dropout_p < 1.0 and not isinstance(query, DTensor):
+            # Equal scores, and the unit matrix as values: the output is the mask.
+            units = torch.eye(key.shape[-2], dtype=value.dtype).expand(*value.shape[:-1], -1)
+            add(query, lambda: attention(torch.zeros_like(query), key, units, attn_mask, dropout_p, *a, **k))
+        return attention(query, key, value, attn_mask, dropout_p, *a, **k)
 
     def finished(*_: Any) -> None:
         running.pop()
@@ -352,8 +406,10 @@ def _recorded_dropout(model: nn.Module, done: Record) -> Iterator[None]:
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda _, __, name=name: running.append(name)))
         handles.append(module.register_forward_hook(finished, always_call=True))
+    changed: dict[str, Any] = {name: recorded(getattr(F, name)) for name in DROPOUTS}
+    changed["scaled_dot_product_attention"] = record_attention
     try:
-        with mock.patch.object(F, "dropout", recorded):
+        with mock.patch.multiple(F, **changed):
             yield
     finally:
         for handle in handles:

@@ -1,0 +1,278 @@
+"""Random configs of every family, exported: transformers computes the same, and the folder is read back as the same config. And
+random changes of RoPE in a `config.json`: the folder is refused, or transformers computes the same."""
+
+import copy
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers.utils import logging
+
+from tests.interop.models import CONFIGS, ENCODERS, export_model, model_of
+from titanlike.config import UserError
+from titanlike.interop.hf_folder import config_problems, read_config
+from titanlike.interop.weights import load_weights, open_weights
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import FAMILIES, all_configs, config_class
+from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
+from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
+from titanlike.models.modernbert_config import ModernBertConfig
+from titanlike.models.moe_config import MixtralConfig
+from titanlike.models.registry import build_model
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+
+NUM_CONFIGS = 12  # of a family
+CLASSES = {"bert": AutoModelForMaskedLM, "modernbert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "dim": (16, 24, 32, 48, 64), "num_layers": (1, 2, 3, 4, 5), "num_heads": (1, 2, 3, 4, 8), "num_kv_heads": (1, 2, 4, 8),
+    "ffn_dim": (16, 24), "vocab_size": (300, 301, 320), "max_seq_len": (16, 48, 64), "head_dim": (2, 4, 8, 10, 16),
+    "norm_eps": (1e-5, 1e-6, 1e-3), "tied_head": (True, False), "dropout": (0.0, 0.1), "num_token_types": (1, 2, 3),
+    "rope_theta": (2.0, 100.0, 1e4, 123.5), "rope_local_theta": (100.0, 1e4), "rope_scaling": (1.0, 2.0, 8.0, 32.5),
+    "rope_original_seq_len": (8, 16, 32, 4096), "rope_mscale": (1.0, 0.707, 2.0),
+    "query_scalar": (1.0, 8.0, 7.5, 64.0), "logit_soft_cap": (0.0, 4.0), "attention_soft_cap": (0.0, 5.0),
+    "sliding_window": (0, 1, 2, 4, 8, 48, 100), "sliding_window_pattern": (0, 1, 2, 3, 5, 9),
+    "global_attention_every": (1, 2, 3, 4, 9),
+    "num_experts": (2, 3, 4, 6, 8), "experts_per_token": (1, 2, 3, 4), "balance_loss": (0.0, 0.1),
+    "num_shared_experts": (0, 1, 2, 2),
+    "router_score": ("softmax", "sigmoid"), "normalize_router": (True, False), "router_scale": (1.0, 2.5),
+    "balance_bias_rate": (0.0, 0.001), "num_dense_layers": (0, 1, 2), "dense_ffn_dim": (16, 40), "q_lora_rank": (0, 8),
+    "kv_lora_rank": (8, 12), "qk_nope_head_dim": (4, 5, 8), "qk_rope_head_dim": (2, 4, 8), "v_head_dim": (3, 4, 8),
+    "num_expert_groups": (1, 2, 3, 4, 8), "groups_per_token": (1, 2, 3, 4), "num_mtp_layers": (0, 0, 2), "mtp_loss_weight": (0.3,),
+    "num_encoder_layers": (1, 2, 3), "relative_attention_num_buckets": (4, 8, 12, 32),
+    "relative_attention_max_distance": (3, 5, 20, 128), "decoder_start_token": (0, 1, 5),
+}  # fmt: skip
+# Of training, which no config.json has.
+TRAINING = {"size", "dropout", "balance_loss", "balance_bias_rate", "mtp_loss_weight"}
+
+
+def random_config(name: str, rng: random.Random) -> Any:
+    """Returns a valid config whose fields without effect, which a config.json does not have, have their defaults."""
+    kind: Any = config_class(name)
+    defaults = kind()
+    for _ in range(1000):
+        fields = {
+            f.name: rng.choice(VALUES[f.name]) for f in dataclasses.fields(kind) if f.name not in ("name", "size")
+        }
+        unused = {"rope_original_seq_len", "rope_mscale"} if fields.get("rope_scaling") == 1.0 else set()
+        unused |= {"global_attention_every"} if fields.get("sliding_window") == 0 else set()
+        if name == "qwen3_moe":  # the options of which transformers has no equivalent
+            unused |= {"num_shared_experts", "router_score", "router_scale", "balance_bias_rate"}
+        config = kind(**fields | {key: getattr(defaults, key) for key in unused & fields.keys()})
+        if not config.problems():
+            return config
+    raise AssertionError(f"no valid config of {name}")
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(config).items() if key not in TRAINING}
+
+
+def logits_of(model: nn.Module, config: TransformerConfig, tokens: Tensor, *, ours: bool) -> Tensor:
+    if config.is_encoder_decoder:
+        found = model(tokens, decoder_tokens=tokens) if ours else model(input_ids=tokens, decoder_input_ids=tokens)
+    else:
+        found = model(tokens)
+    return found if ours else found.logits  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def difference(model: nn.Module, folder: Path, config: TransformerConfig) -> float:
+    """Returns the largest difference of any logit from those of transformers, relative to the largest logit."""
+    load: Any = CLASSES.get(config.name, AutoModelForCausalLM)
+    reference = load.from_pretrained(folder, attn_implementation="eager").eval()
+    size = (2, min(config.max_seq_len, 64))
+    tokens = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(1))
+    logits = logits_of(model.eval(), config, tokens, ours=True)
+    return float((logits - logits_of(reference, config, tokens, ours=False)).abs().max() / logits.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_configs_are_read_back_and_computed_by_transformers(name: str, tmp_path: Path) -> None:
+    exported = 0
+    for number in range(NUM_CONFIGS):
+        config = random_config(name, random.Random(f"{name} {number}"))
+        model, folder = model_of(config, seed=number), tmp_path / str(number)
+        try:
+            export_model(model, config, folder)
+        except UserError as error:
+            assert "it cannot be exported, only " in str(error)
+            continue
+        exported += 1
+        assert fields_of(open_weights(folder).config) == fields_of(config)
+        assert difference(model, folder, config) < 1e-4, config
+    assert exported > NUM_CONFIGS // 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(query_scalar=7.5), "model.query_scalar = 7.5 has no .* only an integer can"),
+        (Gemma3Config(num_heads=5, num_kv_heads=1), "model.num_heads = 5 has no .* only a divisor of model.dim = 192"),
+        (DeepseekV2Config(qk_nope_head_dim=5), "model.qk_nope_head_dim = 5 has no .* only an even number can"),
+        (DeepseekV2Config(kv_lora_rank=63), "model.kv_lora_rank = 63 has no .* only an even number can"),
+        (DeepseekV2Config(num_heads=5), "model.num_heads = 5 has no .* only a divisor of model.dim = 192"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_not_exported(config: Any, message: str, tmp_path: Path) -> None:
+    assert not config.problems()
+    with pytest.raises(UserError, match=message):
+        export_model(model_of(config), config, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Gemma2Config, dict(sliding_window_pattern=1)),
+        (Gemma3Config, dict(sliding_window_pattern=1)),
+        (ModernBertConfig, dict(num_layers=1)),
+        (ModernBertConfig, dict(global_attention_every=1)),
+    ],
+)
+def test_a_window_that_no_block_has_is_refused(kind: Any, fields: dict[str, Any]) -> None:
+    config = kind(**fields)
+    [problem] = config.problems()
+    assert problem.startswith(f"model.sliding_window = {config.sliding_window} has no effect")
+    assert problem.endswith("; set model.sliding_window = 0")
+    config = kind(**fields | {"sliding_window": 0})
+    assert not config.problems()
+    found = kind.from_hugging_face(config.to_hugging_face())
+    assert (found.sliding_window, found.num_local()) == (0, 0)
+
+
+def test_groups_of_one_expert_have_no_score() -> None:
+    for per_token in (2, 8):  # all groups are no limit, but transformers scores them too
+        config = DeepseekV3Config(num_expert_groups=8, groups_per_token=per_token)
+        [problem] = config.problems()
+        assert problem.startswith("model.num_expert_groups = 8 are groups of 1 expert") and "use 4 or fewer" in problem
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+MSCALE = {**YARN, "mscale": 0.5, "mscale_all_dim": 0.5}
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+ROPE_CASES: list[tuple[str, dict[str, Any], str]] = [
+    # Besides rope_parameters, in which the exported folders have their own theta and scaling. "": accepted.
+    ("grouped-query", {"rope_scaling": LLAMA3}, ""),
+    ("Llama 3.1", {"rope_scaling": LLAMA3 | {"factor": 4.0}}, ""),
+    ("Llama 3.1", {"rope_scaling": {"rope_type": "default"}}, ""),
+    ("DeepSeek-V2", {"rope_scaling": {"type": "default"}}, ""),
+    ("DeepSeek-V3", {"rope_scaling": MSCALE}, ""),
+    ("Moonlight", {"rope_scaling": MSCALE | {"attention_factor": 1.0}}, ""),
+    ("GPT-OSS", {"rope_scaling": YARN | {"truncate": False}}, ""),
+    ("Gemma 3", {"rope_scaling": {"factor": 2.0}}, ""),
+    ("Llama 3.1", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "the RoPE type 'linear' is not supported"),
+    ("Qwen2", {"rope_scaling": YARN}, "the RoPE type 'yarn' is not supported; only 'default' is"),
+    ("Qwen3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "the RoPE type 'dynamic' is not supported"),
+    ("Gemma 3", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "the RoPE type 'yarn' is not supported"),
+    ("ModernBERT", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "the RoPE type 'linear' is not supported"),
+    # What scales cosines and sines.
+    ("DeepSeek-V3", {"rope_scaling": MSCALE | {"attention_factor": 1.3}}, "attention_factor = 1.3 is not supported; only 1.0 is"),
+    ("DeepSeek-V2", {"rope_scaling": MSCALE | {"mscale": 1.0}}, "mscale = 1.0 is not supported; only 0.5 is"),
+    ("DeepSeek-V2", {"rope_scaling": YARN | {"mscale_all_dim": 0.5}}, "has no 'mscale'"),
+    ("GPT-OSS", {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.0}}, "attention_factor = 1.0 is not supported"),
+    # Two thetas, of which transformers reads one.
+    ("Llama 3.1", {"rope_theta": 1e4}, "rope_theta = 500000.0, but transformers reads rope_theta = 10000.0"),
+    ("grouped-query", {"rope_scaling": LLAMA3, "rope_theta": "absent"}, "500000.0, but transformers reads rope_theta = 10000.0"),
+    # Without any.
+    ("theta", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
+    ("Mixtral", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
+    ("GPT-OSS", {"rope_parameters": "absent", "rope_scaling": "absent"}, ""),
+    ("GPT-OSS, no window", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
+    ("Gemma 3", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
+    ("ModernBERT", {"rope_parameters": "absent", "global_rope_theta": "absent"}, ""),
+    # Keys besides them.
+    ("grouped-query", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0 is"),
+    ("Qwen3", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("DeepSeek-V3", {"original_max_position_embeddings": 32}, "original_max_position_embeddings = 32 is not supported; only 200"),
+    ("Qwen3", {"rope_parameters": {GLOBAL: {"rope_theta": 1e6}}}, "full_attention = .* is not supported; only None is"),
+    ("Gemma 3", {"rope_parameters": {}}, "rope_parameters = {} is not supported; only one for each type of blocks is"),
+    ("Gemma 3", {"rope_parameters": {"rope_theta": 1e6}}, "is not supported; only one for each type of blocks is"),
+    # What transformers has without the key.
+    ("Gemma 2", {"final_logit_softcapping": "absent"}, ""),
+    ("Gemma 2", {"attn_logit_softcapping": "absent"}, ""),
+    ("DeepSeek-V2", {"topk_method": "absent"}, "topk_method = 'greedy' is not supported; only 'group_limited_greedy' is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), ROPE_CASES)
+def test_rope_is_that_of_transformers(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = (CONFIGS | ENCODERS)[name]
+    folder = export_model(model_of(config), config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value != "absent"}))
+    if message:
+        with pytest.raises(UserError, match=message):
+            open_weights(folder)
+    else:
+        check_against_transformers(folder)
+
+
+def check_against_transformers(folder: Path) -> None:
+    weights = open_weights(folder)
+    model = build_model(weights.config)
+    load_weights(model, weights)
+    assert difference(model, folder, weights.config) < 1e-4
+
+
+FORMS: list[Any] = [
+    None, {}, {"rope_type": "default"}, {"type": "default"}, {"type": "linear", "factor": 4.0}, LLAMA3, YARN, MSCALE,
+    YARN | {"truncate": False}, YARN | {"mscale_all_dim": 0.5}, MSCALE | {"mscale": 1.0},
+    {GLOBAL: {"rope_type": "default"}, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}, {GLOBAL: MSCALE, LOCAL: None},
+]  # fmt: skip
+KEYS: list[tuple[str, Any]] = [
+    ("rope_theta", 100.0), ("rope_theta", 1e4), ("attention_factor", 2.0), ("attention_factor", 1.0), ("beta_fast", 16),
+    ("beta_slow", None), ("factor", 4), ("truncate", None), ("partial_rotary_factor", 1.0), ("type", "linear"),
+    ("original_max_position_embeddings", 32), ("rope_local_base_freq", 300.0), ("local_rope_theta", 300.0),
+]  # fmt: skip
+
+
+def change_rope(values: dict[str, Any], rng: random.Random) -> None:
+    """Changes one to three things of RoPE in a config.json."""
+    for _ in range(rng.choice((1, 2, 3))):
+        form = rng.choice(("rope_parameters", "rope_scaling"))
+        table = rng.choice([values, values.get(form), (values.get(form) or {}).get(rng.choice((GLOBAL, LOCAL)))])
+        key, value = rng.choice(KEYS)
+        match rng.randrange(4):
+            case 0 | 1:
+                values[form] = copy.deepcopy(rng.choice(FORMS))
+            case 2 if isinstance(table, dict):
+                table[key] = value
+            case 3 if isinstance(table, dict):
+                table.pop(key, None)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS | ENCODERS if name not in ("GPT-2", "BERT")])
+def test_random_changes_of_rope_are_refused_or_those_of_transformers(name: str, tmp_path: Path) -> None:
+    config = dataclasses.replace((CONFIGS | ENCODERS)[name], max_seq_len=64)  # type: ignore[type-var]
+    file = export_model(model_of(config), config, tmp_path / "hf") / "config.json"
+    original, accepted = file.read_text(), 0
+    for number in range(8):
+        values = json.loads(original)
+        change_rope(values, random.Random(f"{name} {number}"))
+        file.write_text(json.dumps(values))
+        try:
+            read_config(file.parent, all_configs())
+        except UserError:
+            continue
+        accepted += 1
+        check_against_transformers(file.parent)
+    assert accepted
+
+
+def test_a_run_continues_from_its_own_export() -> None:
+    for config in (ModernBertConfig(num_layers=1, sliding_window=0), MixtralConfig(rope_theta=1e4), DeepseekV3Config()):
+        found: Any = type(config).from_hugging_face(json.loads(json.dumps(config.to_hugging_face())))
+        assert not config_problems("hf", found, config)
