@@ -296,6 +296,18 @@ ERRORS = {
         "self.load = load",
         "tests/unit/test_experts.py",
     ),
+    "precision of routers": Planted(
+        "titanlike/models/experts.py",
+        "_Float32Linear.apply(x.flatten(0, -2), self.weight.to(x.dtype))",
+        "F.linear(x.flatten(0, -2), self.weight.to(x.dtype)).float()",
+        "tests/unit/test_experts.py",
+    ),
+    "precision of the balancing bias": Planted(
+        "titanlike/parallelisms/fsdp.py",
+        "ignored_params=float32_parameters(model),",
+        "",
+        "tests/distributed/test_moe.py",
+    ),
     "sinks": Planted(
         "titanlike/models/document_mask.py",
         "sinks.float().view(k.shape[1], -1, 1, 1)",

@@ -16,7 +16,7 @@ from titanlike.float8.linear import apply_float8
 from titanlike.models.init import initialize
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision
+from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision, cast_parameters
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
 FLOAT8 = Float8(scaling="tensorwise", layers=("*",), emulate=True)
@@ -52,6 +52,30 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
     found, expected = model(tokens), reference(tokens)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+class Shifted(nn.Module):
+    """A module of a user with a parameter that stays in float32."""
+
+    float32_parameters = ("shift",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.001]))
+        self.shift = nn.Parameter(torch.tensor([1.001]), requires_grad=False)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.shift
+
+
+def test_a_parameter_that_stays_in_float32_is_not_cast() -> None:
+    model = nn.Sequential(Shifted())
+    apply_mixed_precision(model, torch.bfloat16)
+    scale, shift = model[0]()
+    assert scale.dtype == torch.bfloat16 and scale.item() == 1.0
+    assert shift.dtype == torch.float32 and shift.item() == torch.tensor(1.001).item()
+    cast_parameters(model, torch.bfloat16)
+    assert model[0].scale.dtype == torch.bfloat16 and model[0].shift.dtype == torch.float32
 
 
 class Gain(nn.Module):

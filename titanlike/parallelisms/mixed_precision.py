@@ -120,7 +120,7 @@ class MixedPrecision(ParameterOwner):
         casts = {
             name: parameter.to(self.compute_dtype)
             for name, parameter in self.named_parameters(recurse=False)
-            if parameter.is_floating_point()
+            if parameter.is_floating_point() and name not in getattr(self, "float32_parameters", ())
         }
         return torch.func.functional_call(self.module, casts, args, kwargs)
 
