@@ -109,7 +109,9 @@ class Evaluator:
         for name, one in (self.tasks | self.texts).items():
             done = partial(on_batch, name)
             score = partial(scorer, on_batch=done)
-            results[name] = of_text(one, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
+            results[name] = (
+                of_text(one, name=name, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
+            )
             on_result(name, results[name])
         return results
 
