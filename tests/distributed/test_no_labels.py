@@ -1,5 +1,5 @@
-"""A global batch without a label, as within a long prompt, is named as such, and skipped if that is asked for. So are validation data
-without one."""
+"""A global batch without a label, as within a long prompt, is named as such, and skipped if that is asked for. So are validation
+data without one."""
 
 import dataclasses
 import json
