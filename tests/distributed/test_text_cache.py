@@ -1,6 +1,8 @@
 """Text that one machine of a job has in its cache, and another tokenizes first."""
 
 import datetime
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,7 +39,7 @@ def timeout_of_collectives(seconds: float) -> Iterator[None]:
         backend._set_default_timeout(before)
 
 
-def _open(folder: Path) -> tuple[str, int, list[int]]:
+def _open(folder: Path, has_locks: bool) -> tuple[str, int, list[int]]:
     """Opens the data of a run as a rank of two machines, of which the second takes longer than the timeout to tokenize it. Returns
     the fingerprint, the number of tokens of the evaluation, and the sizes of the texts that this rank tokenizes."""
     node, written = dist.get_rank() // 2, list[int]()
@@ -49,8 +52,10 @@ def _open(folder: Path) -> tuple[str, int, list[int]]:
 
     tokenizer, training = build_tokenizer(Section()), Training(seq_len=4, global_batch_size=2, local_batch_size=2)
     section = Data(source="text", path=str(folder / "text"), holdout_every=0)
+    without_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     with (
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / f"node-{node}")),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / f"node-{node}"), LOCAL_RANK=str(dist.get_rank() % 2)),
+        mock.patch.object(fcntl, "flock", fcntl.flock if has_locks else without_locks),
         mock.patch.object(cache, "write_shards", write),
         timeout_of_collectives(TIMEOUT),
     ):
@@ -64,11 +69,12 @@ def _open(folder: Path) -> tuple[str, int, list[int]]:
     return data.fingerprint, next(iter(evaluator.texts.values())).num_tokens, written
 
 
-def test_machines_wait_for_one_that_tokenizes(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no locks"])
+def test_machines_wait_for_one_that_tokenizes(ranks: Ranks, tmp_path: Path, has_locks: bool) -> None:
     for name, text in (("text", "some text"), ("evaluated", "another")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
-    results = ranks(4).run(_open, tmp_path)
+    results = ranks(4).run(_open, tmp_path, has_locks)
     assert len({fingerprint for fingerprint, _, _ in results}) == 1
     assert [num_tokens for _, num_tokens, _ in results] == [8] * 4
     for ranks_of_node in (results[:2], results[2:]):  # one process of each machine tokenizes each text

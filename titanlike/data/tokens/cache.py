@@ -16,6 +16,7 @@ from titanlike.data.tokens.shards import FORMAT, MANIFEST
 from titanlike.data.tokens.tokenization import Options, check_free_space, finish, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units, write_result
+from titanlike.distributed.environment import is_first_on_node
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import cache_folder
 
@@ -67,7 +68,8 @@ def write_shards(
 
 
 def cached(out: Path, path: str, write: Callable[[], None], load: Callable[[], T | None]) -> T:
-    """Returns tokens from the cache. The first process that needs them writes them; the others wait until they can be loaded."""
+    """Returns tokens from the cache. The first process that needs them writes them (without locks, the first one of a node); the
+    others wait until they can be loaded."""
     try:
         while (found := load()) is None:
             try:
@@ -76,7 +78,9 @@ def cached(out: Path, path: str, write: Callable[[], None], load: Callable[[], T
                 time.sleep(0.1)
                 continue
             try:
-                if load() is None:
+                if not lock.is_supported and not is_first_on_node():
+                    time.sleep(1.0)
+                elif load() is None:
                     write()
             finally:
                 lock.release()
