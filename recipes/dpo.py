@@ -118,7 +118,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
             loss, local_loss, means = objective.forward_backward(model, microbatches, num_pairs, guard.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.model_statistics(step, model):
-                if guard.should_step(step, loss, local_loss, norms):
+                if guard.should_step(step, loss, local_loss, norms, num_pairs):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()

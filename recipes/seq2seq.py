@@ -112,7 +112,7 @@ def main(recipe: Seq2SeqRecipe, device: torch.device, watchdog: Watchdog) -> Non
             loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism, guard.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.model_statistics(step, model):
-                if guard.should_step(step, loss, local_loss, norms):
+                if guard.should_step(step, loss, local_loss, norms, num_tokens):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()

@@ -22,7 +22,7 @@ Ranks = Callable[[int], Pool]
 
 def _error(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:
     try:
-        NonFiniteGuard(Training()).should_step(7, loss, local_loss, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(7, loss, local_loss, gradient_norms(model), torch.tensor(1))
     except UserError as error:
         return str(error)
     return "no error"

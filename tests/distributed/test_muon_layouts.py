@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
@@ -17,10 +18,15 @@ from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import PretrainRecipe
+from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import Parallelism
+from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelize import parallelize
 from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
@@ -122,6 +128,47 @@ def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name
                 key: calls for key, (calls, _) in expected.items()
             }
             assert all(size <= expected[key][1] for key, (_, size) in found.items())
+
+
+FIRST_BLOCK: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers.0", optimizer="muon"),), muon_qk_clip=0.02)
+
+
+def test_a_stage_without_matrices_takes_part_in_the_group_of_muon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NCCL, all ranks take part in a communicator split for each new group: a rank that creates none would let the others
+    wait."""
+    calls: list[list[int]] = []
+    create = dist.distributed_c10d._new_process_group_helper
+    monkeypatch.setattr(
+        dist.distributed_c10d,
+        "_new_process_group_helper",
+        lambda *arguments, **named: calls.append(arguments[2]) or create(*arguments, **named),
+    )
+    recipe = recipe_of(tmp_path, dict(pipeline=2, tensor=2, shard=2), optimizer=FIRST_BLOCK)
+    created = []
+    for rank in (1, 5):
+        with fake_process_group(rank, 8):
+            mesh = build_mesh("cpu", **recipe.parallelism.dimensions())
+            with torch.device("meta"):
+                model: Any = build_model(recipe.model)
+            split = recipe.parallelism.split(recipe.model)
+            model = parallelize(
+                model, mesh, split=split, training=recipe.training, parallelism=recipe.parallelism, float8=recipe.float8,
+                activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+            )  # fmt: skip
+            calls.clear()
+            optimizer: Any = build_optimizer(model, recipe.optimizer)
+            created.append(([*calls], sum(len(group["params"]) for group in optimizer.optimizers[1].param_groups)))
+    assert created == [([[0, 1, 2, 3]], 7), ([[4, 5, 6, 7]], 0)]
+
+
+def test_a_stage_without_matrices_clips_its_attention_logits(ranks: Ranks, tmp_path: Path) -> None:
+    one, two = (
+        tiny(tmp_path, str(size), model=MODEL, parallelism=Parallelism(pipeline=size), optimizer=FIRST_BLOCK)
+        for size in (1, 2)
+    )
+    assert_same(train(ranks(2), two), train(ranks(1), one))
 
 
 def parity_tier(case: Case) -> list[pytest.MarkDecorator]:

@@ -5,6 +5,7 @@ pip install "lm_eval[hf]>=0.4.9" && pytest -n 0 tests/harness
 
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.interop.models import CONFIGS, export_model, model_of
+from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Tokenizer, Training
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
@@ -91,14 +93,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run_harness(model: str, arguments: str, folder: Path) -> dict[str, dict[str, float]]:
-    """Runs the program of the harness. Returns the metrics of each task."""
+    """Runs the program of the harness, which chooses the device. Returns the metrics of each task."""
     out = folder / f"{model}.out"
     command = [
         *(sys.executable, "-m", "titanlike.tools.cli.main", "lm_eval", "--model", model, "--model_args", arguments),
         *("--tasks", ",".join(f"local_{format}" for format in YAML), "--include_path", str(folder)),
-        *("--output_path", str(out), "--batch_size", "4", "--device", "cpu"),
+        *("--output_path", str(out), "--batch_size", "4"),
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     (file,) = out.rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
     file.unlink()
@@ -125,6 +127,13 @@ def test_scores_equal_those_of_the_harness(name: str, folder: Path, alone: None)
             assert as_model[format][metric] == pytest.approx(expected, rel=1e-4), (format, metric)
     scores = [reference[format][metric] for format in YAML for metric in METRICS.get(format, ("acc", "acc_norm"))]
     assert len(set(scores)) > 4
+
+
+def test_a_gpu_other_than_the_first_is_an_error(folder: Path, alone: None) -> None:
+    from titanlike.tools.harness import TitanlikeLM
+
+    with pytest.raises(UserError, match="--device cuda:1: the model is on the first GPU; set CUDA_VISIBLE_DEVICES=1"):
+        TitanlikeLM(path=str(folder / "grouped-query"), device="cuda:1")
 
 
 def test_requests_of_the_harness(folder: Path, alone: None) -> None:

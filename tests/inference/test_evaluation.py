@@ -105,6 +105,16 @@ def test_loss_and_bits_per_byte_equal_a_plain_sum(masks: bool, tmp_path: Path, a
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
 
 
+def test_text_without_a_label_is_an_error(tmp_path: Path, alone: None) -> None:
+    """As within a long prompt, if only a part of the text is read."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "?" * 400, "text": "an answer"}))
+    section = Evaluation(data=(str(file),), limit=1)
+    evaluator = evaluator_of(section, data=Data(prompt_field="prompt", cache=str(tmp_path / "cache")))
+    with pytest.raises(UserError, match=r"^prompts has no label: all its tokens .*; increase the limit, or give other"):
+        evaluator.evaluate(model_of(CONFIG), build_mesh("cpu"))
+
+
 def test_progress_is_counted_in_batches(tmp_path: Path, alone: None) -> None:
     section, calls = write_files(tmp_path), list[tuple[str, int, int]]()
     evaluator = evaluator_of(section)

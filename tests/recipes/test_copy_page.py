@@ -51,9 +51,17 @@ def imported(file: Path) -> Any:
     return module
 
 
-def train_copy(file: Path, recipe: PretrainRecipe, scale: float) -> None:
-    """Runs the copied program on this rank of a pool."""
+def train_copy(file: Path, recipe: PretrainRecipe, scale: float, frozen: str = "") -> None:
+    """Runs the copied program on this rank of a pool, with a module of the model frozen."""
     module = imported(file)
+    build_model = module.build_model
+
+    def build(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+        model.get_submodule(frozen).requires_grad_(not frozen)
+        return model
+
+    module.build_model = build
     module.build_mesh = mesh_of
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
@@ -73,6 +81,18 @@ def test_the_changed_program_under_two_processes(ranks: Ranks, tmp_path: Path) -
         ranks(2).run(train_copy, file, recipe, scale)
         losses.append(result(recipe).losses)
     assert losses[0] == pytest.approx(plain_loop(recipe, label_smoothing=0.1)[0], rel=1e-5)
+    assert losses[1][0] == losses[0][0] and losses[1][1] != losses[0][1]
+
+
+def test_the_changed_program_with_parameters_that_have_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    file = write_program(tmp_path)
+    losses = []
+    for scale in (0.0, 0.05):
+        recipe = tiny(
+            tmp_path, f"scale-{scale}", parallelism=Parallelism(shard=1), training=dict(steps=3, local_batch_size=2)
+        )
+        ranks(1).run(train_copy, file, recipe, scale, "layers.0")
+        losses.append(result(recipe).losses)
     assert losses[1][0] == losses[0][0] and losses[1][1] != losses[0][1]
 
 

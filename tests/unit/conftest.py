@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.preparing import random_text
-from titanlike.tools.data import work_units
+from titanlike.data.tokens import work_units
 
 
 @pytest.fixture

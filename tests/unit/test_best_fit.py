@@ -16,10 +16,10 @@ from titanlike.data.batches.best_fit import BestFitDataset, pack
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator, build_tokenizer
 from titanlike.models.loss import IGNORE
-from titanlike.tools.data import work_units
 from titanlike.tools.data.prepare import prepare
 
 SEQ_LEN = 16

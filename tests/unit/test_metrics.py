@@ -183,7 +183,7 @@ def norms(value: float) -> Norms:
 
 def check_steps(guard: NonFiniteGuard, values: list[float]) -> None:
     for step, value in enumerate(values, start=1):
-        guard.should_step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
+        guard.should_step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value), torch.tensor(1))
 
 
 def test_values_keep_their_order_across_dtypes() -> None:
@@ -196,7 +196,7 @@ def test_a_non_finite_step_is_detected_at_the_next_step() -> None:
     guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, 2.0, float("nan")])
     with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
-        guard.should_step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
+        guard.should_step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0), torch.tensor(1))
 
 
 @pytest.mark.usefixtures("delayed", "alone")
@@ -221,7 +221,7 @@ def test_flush_checks_the_pending_step() -> None:
 def test_skipping_checks_a_step_before_the_optimizer_update() -> None:
     guard = NonFiniteGuard(Training(non_finite="skip"))
     one = torch.tensor(1.0)
-    assert [guard.should_step(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
+    assert [guard.should_step(step, one, one, norms(value), one) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
         True, False, True,
     ]  # fmt: skip
     assert not guard.pending

@@ -131,23 +131,24 @@ def test_non_finite_step_raises_and_finite_step_passes() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
+    NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model), ONE)
     with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. The step was not saved"):
-        NonFiniteGuard(Training()).should_step(3, bad, bad, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, bad, bad, gradient_norms(model), ONE)
     model[1].bias.grad = torch.tensor([float("inf")])
     with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the shard of rank 0"):
-        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model), ONE)
     model[1].bias.grad = torch.tensor([3e38])
     with pytest.raises(UserError, match="the gradient norm overflows to inf"):
-        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model), ONE)
 
 
+ONE = torch.tensor(1)
 FINITE_NORMS = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
 
 
 def should_step(guard: NonFiniteGuard, step: int, *, finite: bool) -> bool:
     loss = torch.tensor(float("nan") if not finite else 1.0)
-    return guard.should_step(step, loss, loss, FINITE_NORMS)
+    return guard.should_step(step, loss, loss, FINITE_NORMS, ONE)
 
 
 @pytest.mark.usefixtures("alone")
@@ -156,7 +157,7 @@ def test_non_finite_step_is_skipped_and_reported() -> None:
     guard = NonFiniteGuard(Training(non_finite="skip"), on_skip=lambda step, cause: reported.append((step, cause)))
     assert [should_step(guard, step, finite=step != 2) for step in range(1, 5)] == [True, False, True, True]
     infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
-    assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
+    assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite, ONE)
     guard.flush()
     assert guard.skipped == [2, 5]
     assert reported[0] == (2, "the loss is nan on rank 0")
@@ -195,14 +196,14 @@ def test_an_overflow_skips_the_step_and_a_non_finite_loss_does_not() -> None:
     half = Training(compute_dtype="float16")
     guard = NonFiniteGuard(half, loss_scale=[4.0, 0], on_skip=lambda step, cause: reported.append((step, cause)))
     norms = (overflow, FINITE_NORMS, overflow)
-    assert [guard.should_step(step, one, one, each) for step, each in enumerate(norms)] == [False, True, False]
+    assert [guard.should_step(step, one, one, each, ONE) for step, each in enumerate(norms)] == [False, True, False]
     cause = "the loss is finite, but not the gradient of weight, in the shard of rank 0; the loss scale is now"
     assert reported == [(0, f"{cause} 2"), (2, f"{cause} 1")]
     assert (guard.loss_scale, guard.skipped) == (1.0, [])
     with pytest.raises(
         UserError, match=r"step 3: .* of rank 0, in float16 without a loss scale; set training.compute_dtype"
     ):
-        guard.should_step(3, one, one, overflow)
+        guard.should_step(3, one, one, overflow, ONE)
     guard = NonFiniteGuard(half)
     with pytest.raises(UserError, match=r"step 1: the loss is nan on rank 0\. The step was not saved"):
         should_step(guard, 1, finite=False)

@@ -16,13 +16,13 @@ from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import CHUNK_SIZE, BadRecord, Fields, read_documents
+from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import TRAIN, VALIDATION, Shards
 from titanlike.data.tokens.tokenization import split_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.data.tokens.work_units import split_work_units
 from titanlike.tools.cli.data import recipe_lines
-from titanlike.tools.data import work_units
 from titanlike.tools.data.prepare import Progress, prepare
-from titanlike.tools.data.work_units import split_work_units
 
 
 def test_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:

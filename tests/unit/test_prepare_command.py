@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
     # The command, with work units so small that a second of work has many.
     program = (
-        "from titanlike.tools.data import work_units; work_units.MIN_SIZE = 400_000; "
+        "from titanlike.data.tokens import work_units; work_units.MIN_SIZE = 400_000; "
         "from titanlike.tools.cli.main import main; main()"
     )
     command = [sys.executable, "-c", program, "data", "prepare", *arguments]
@@ -259,7 +259,7 @@ def test_workers_do_not_import_the_calling_program(large: Path, tmp_path: Path) 
 import os
 from pathlib import Path
 from titanlike.config.sections import Tokenizer
-from titanlike.tools.data import work_units
+from titanlike.data.tokens import work_units
 from titanlike.tools.data.prepare import prepare
 
 with open("imports", "a") as file:

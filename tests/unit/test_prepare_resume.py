@@ -16,8 +16,9 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents import remote
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import BadRecord, Fields
+from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import TRAIN, Manifest
-from titanlike.tools.data import work_units, workers
+from titanlike.tools.data import workers
 from titanlike.tools.data.prepare import Progress, prepare
 from titanlike.utils.file_lock import FileLock
 

@@ -16,8 +16,9 @@ from tests.unit.preparing import BYTES, content, read_split
 from titanlike.config import UserError
 from titanlike.data.documents import readers
 from titanlike.data.documents.readers import BadRecord, Fields
+from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION
-from titanlike.tools.data import work_units, workers
+from titanlike.tools.data import workers
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.data.quality import hashing, runs
 from titanlike.tools.data.quality.filters import Thresholds, parse_thresholds

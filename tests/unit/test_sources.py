@@ -18,7 +18,9 @@ from titanlike.data.batches.sources import Sources, open_sources, paths_and_weig
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import cache as cache_module
-from titanlike.data.tokens.tokenization import write_shards
+from titanlike.data.tokens import work_units
+from titanlike.data.tokens.cache import write_shards
+from titanlike.data.tokens.tokenization import tokenize
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.data.prepare import prepare
@@ -80,6 +82,41 @@ def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, mo
     (folder / "a.txt").write_text("more text")  # same size, new modification time
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"more text", 256]
     assert len(calls) == 2
+
+
+def test_an_interrupted_tokenization_resumes(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(100)]
+    (folder / "a.jsonl").write_text("".join(lines))
+    (folder / "b.txt").write_text("the last document")
+    expected = tokens_of(open_(source="text", path=str(folder), cache=str(tmp_path / "undisturbed")).training)
+    monkeypatch.setattr(work_units, "MIN_SIZE", 1_000)
+    monkeypatch.setattr(work_units, "MAX_SIZE", 1_000)
+    units: list[int] = []
+    interrupted = 3
+
+    def counted(unit: Any, *others: Any) -> Any:
+        result = tokenize(unit, *others)
+        if unit.number == interrupted:
+            raise KeyboardInterrupt
+        units.append(unit.number)
+        return result
+
+    monkeypatch.setattr(cache_module, "tokenize", counted)
+    with pytest.raises(KeyboardInterrupt):
+        open_(source="text", path=str(folder))
+    interrupted = 5
+    with pytest.raises(KeyboardInterrupt):
+        open_(source="text", path=str(folder))
+    [partial] = cache.glob("*.partial")
+    (partial / "train-00001.tokens").write_bytes(b"short")  # as after a loss of power
+    interrupted = -1
+    assert tokens_of(open_(source="text", path=str(folder)).training) == expected
+    assert units == [0, 1, 2, 3, 4, 1, *range(5, units[-1] + 1)] and units[-1] > 5
+    [complete] = (path for path in cache.iterdir() if path.is_dir())
+    assert {path.suffix for path in complete.iterdir()} == {".tokens", ".documents", ".json"}
+    assert [path.name for path in complete.glob("*.json")] == ["manifest.json"]
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_lengths_fill_the_input(seq_len: int, density: float, mean: float, raw_l
     assert section._spans_of(raw_len + 1).input_len > seq_len
 
 
+@pytest.mark.parametrize("density", [0.999, 0.999999, 1 - 1e-12, 1 - 2**-53])
+def test_lengths_of_a_density_near_one_are_found_at_once(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, original = iter(range(100)), Seq2Seq._spans_of
+    monkeypatch.setattr(Seq2Seq, "_spans_of", lambda *arguments: (next(calls), original(*arguments))[1])
+    spans = Seq2Seq(noise_density=density).spans(64)
+    assert spans.input_len <= 64
+    assert spans.raw_len == 2**40 - 1 or original(Seq2Seq(noise_density=density), spans.raw_len + 1).input_len > 64
+
+
 def restored(tokens: list[int], labels: list[int], num_spans: int) -> list[int]:
     """Returns the text of an input and its target, by reading the sentinels in their order."""
     assert tokens[-1] == EOS and labels[-1] == EOS
@@ -218,6 +227,7 @@ def recipe(**sections: Any) -> Any:
         (recipe(data=dict(document_masks=True)), "data.document_masks = true: spans are of the full sequence"),
         (recipe(data=dict(prompt_field="en")), "pairs of texts are read from data.source = 'text', not 'python_stdlib'"),
         (recipe(), "model.vocab_size = 320 has no row for each of the sentinels of 114 spans, .* set it to 384"),
+        (recipe(seq2seq=dict(noise_density=1 - 1e-12), parallelism=dict(tensor=7)), "the targets have 1.* tokens, more than"),
         (recipe(seq2seq=dict(noise_density=0.9)), "the targets have .* tokens, more than model.max_seq_len = 2048"),
         (recipe(sample=dict(tokens=9)), "sample.tokens = 9: use `titanlike generate`"),
         (recipe(evaluation=dict(interval=5, tasks=("a.jsonl",))), "evaluation.interval = 5: tasks are scored by decoders"),

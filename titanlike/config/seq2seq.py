@@ -1,5 +1,6 @@
 """The recipe of `recipes/seq2seq.py`: that of pre-training with inputs and targets. Does not import torch."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -13,6 +14,7 @@ from titanlike.models.t5_config import T5Config
 BYTES = 257  # tokens of the byte tokenizer, none of which is a sentinel
 HAS_PAIRS = only_if(bool, "data.prompt_field", remedy="set {0} to the field of the input")
 CORRUPTS_SPANS = only_with("data.prompt_field", "")
+MAX_TEXT = 2**40  # tokens: with a noise density near 1, the input of a longer text could still be short
 ALIGNMENT = 8  # targets are padded to a multiple: attention kernels on GPUs need it of the biases, and tensor parallelism divides
 
 
@@ -54,10 +56,9 @@ class Seq2Seq:
 
     def spans(self, seq_len: int) -> Spans:
         """Returns the lengths for inputs of `seq_len` tokens: those of the longest text that such an input holds."""
-        spans = following = self._spans_of(2)
-        while following.input_len <= seq_len:  # which one more token of text increases by one at most
-            spans, following = following, self._spans_of(following.raw_len + 1)
-        return spans
+        lengths = range(2, MAX_TEXT)
+        number = bisect_right(lengths, seq_len, key=lambda raw_len: self._spans_of(raw_len).input_len)
+        return self._spans_of(lengths[max(number - 1, 0)])
 
     def _spans_of(self, raw_len: int) -> Spans:
         num_noise = max(1, min(round(raw_len * self.noise_density), raw_len - 1))
@@ -124,16 +125,16 @@ class Seq2SeqRecipe(PretrainRecipe):
                 f"parallelism.context = {layout.context}: context parallelism does not add the biases of relative positions; use "
                 "parallelism.shard or tensor instead"
             )
-        if target_len % layout.tensor:
-            near = [number for number in divisors(target_len) if number <= layout.tensor]
-            yield (
-                f"parallelism.tensor = {layout.tensor} does not divide the {target_len} tokens of a target; use "
-                f"{one_of(near[-4:])}"
-            )
         if target_len > self.model.max_seq_len:
             yield (
                 f"the targets have {target_len} tokens, more than model.max_seq_len = {self.model.max_seq_len}; increase it, or "
                 f"reduce seq2seq.{'target_len' if self.has_pairs else 'noise_density'}"
+            )
+        elif target_len % layout.tensor:
+            near = [number for number in divisors(target_len) if number <= layout.tensor]
+            yield (
+                f"parallelism.tensor = {layout.tensor} does not divide the {target_len} tokens of a target; use "
+                f"{one_of(near[-4:])}"
             )
         if training.attention not in ("auto", "efficient"):
             yield (

@@ -223,20 +223,35 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def _group_without_timeout() -> dist.ProcessGroup:
+    """Returns a group of all ranks in which they wait beyond the timeout of collectives. They notice there if a rank exits. If its
+    host goes down, the watchdog ends the job."""
+    if world_size() == 1:
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    key = ("without timeout",)
+    if not compat.exists(_subgroups.get(key)):
+        _subgroups[key] = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    return cast(dist.ProcessGroup, _subgroups[key])
+
+
+@contextmanager
+def waiting_for_all() -> Iterator[None]:
+    """Waits at the end of a block until all ranks have left it, even beyond the timeout of collectives."""
+    group = _group_without_timeout()
+    yield
+    all_gather_object(None, group)
+
+
 def run_on_main(function: Callable[[], object]) -> None:
     """Runs a function on rank 0. The others wait for it, even beyond the timeout of collectives. All raise its `UserError`."""
-    group: Any = None
     errors = [""]
-    if dist.get_world_size() > 1:
-        # The others notice here if rank 0 exits. If its host goes down, the watchdog ends the job.
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    group = _group_without_timeout()
     if is_main():
         try:
             function()
         except UserError as failure:
             errors = [str(failure)]
-    if group is not None:
-        dist.broadcast_object_list(errors, src=0, group=group)
+    dist.broadcast_object_list(errors, src=0, group=group)
     if errors[0]:
         raise UserError(errors[0])
 

@@ -16,6 +16,7 @@ from titanlike.config.sections import Data, Evaluation, Sample, Training, metric
 from titanlike.data.batches.sources import open_validation
 from titanlike.data.tokens.shards import TEST, VALIDATION, Shards
 from titanlike.data.tokens.tokenizer import Tokenizer
+from titanlike.distributed import process_group
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
@@ -57,7 +58,8 @@ class Evaluator:
         self.section, self.sample, self.data, self.training = section, sample, data, training
         self.config, self.tokenizer, self.seed, self.template = config, tokenizer, seed, template
         self.tasks = self._read_tasks()
-        self.texts = {metrics_name(path): self._open(path) for path in section.data}
+        with process_group.waiting_for_all():  # as when the training data is opened
+            self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate or to sample after a step. The last step is always evaluated."""
@@ -107,7 +109,9 @@ class Evaluator:
         for name, one in (self.tasks | self.texts).items():
             done = partial(on_batch, name)
             score = partial(scorer, on_batch=done)
-            results[name] = of_text(one, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
+            results[name] = (
+                of_text(one, name=name, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
+            )
             on_result(name, results[name])
         return results
 

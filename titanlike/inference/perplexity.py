@@ -17,7 +17,7 @@ from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator, Tokenizer
 from titanlike.distributed import collectives
 from titanlike.inference.logits import check_finite, round_up, sequence_multiple
-from titanlike.models.loss import IGNORE, num_valid
+from titanlike.models.loss import IGNORE, means_of, num_valid
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import Pipeline
@@ -37,6 +37,7 @@ def perplexity(
     device: torch.device,
     document_masks: bool = False,
     limit: int = 0,
+    name: str = "the text",
     on_batch: Callable[[int, int], object] = lambda *_: None,
 ) -> dict[str, float]:
     """Returns the loss per token in nats, the perplexity and the bits per byte of text. All ranks get the same values.
@@ -45,6 +46,7 @@ def perplexity(
         batch_size: number of sequences in a forward pass of a rank.
         document_masks: masks attention between documents; the first token of a document is then not predicted.
         limit: number of sequences to read. 0: all.
+        name: of the text, for errors.
         on_batch: called with the number of batches that this rank has read, and that of all its batches.
     """
     total, count = torch.zeros(2, device=device, dtype=collectives.sum_dtype(device))
@@ -64,7 +66,7 @@ def perplexity(
         float(_num_bytes(tokens, tokenizer, mesh, batches.num_tokens)), dtype=total.dtype, device=device
     )
     size = collectives.all_reduce_sum(size, mesh.loss_groups) / mesh.context.size()  # its ranks count the same text
-    loss = check_finite(total / count).item()
+    [loss] = means_of(check_finite(total)[None], count, name, "the limit")
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),

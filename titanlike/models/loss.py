@@ -18,12 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlike.config import UserError
 from titanlike.utils.compat import all_reduce
 
 if TYPE_CHECKING:
     from titanlike.models.loss_terms import LossTerms
 
 IGNORE = -100  # label of a token that does not contribute to the loss
+NO_LABEL = "no label: all its tokens are of prompts or padding, or not masked (data.prompt_field, mlm.mask_probability)"
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 
 # (logits (N, V) in float32, labels (N,)) -> the sum of the losses of the valid labels. See docs/copy.md.
@@ -211,6 +213,20 @@ def token_losses_inplace(
 def num_valid(labels: Tensor) -> Tensor:
     """Returns the number of labels that contribute to the loss."""
     return (labels != IGNORE).sum()
+
+
+def means_of(
+    totals: Tensor, count: Tensor, data: str = "the validation data", key: str = "validation.batches"
+) -> list[float]:
+    """Returns sums over the labels of some data (N,), divided by the number of labels. Raises `UserError` if there is none.
+
+    Args:
+        key: sets how much of the data is read.
+    """
+    *sums, number = torch.cat((totals, count[None].to(totals))).tolist()
+    if not number:
+        raise UserError(f"{data} has {NO_LABEL}; increase {key}, or give other data")
+    return [each / number for each in sums]
 
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool = False) -> Tensor:

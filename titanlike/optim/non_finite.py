@@ -10,6 +10,7 @@ from torch import Tensor
 from titanlike.config import UserError
 from titanlike.config.sections import Training
 from titanlike.distributed import collectives, process_group
+from titanlike.models.loss import NO_LABEL
 from titanlike.optim.clipping import Norms
 from titanlike.utils.async_d2h import AsyncD2H
 
@@ -89,12 +90,16 @@ class NonFiniteGuard:
         """What to record of each step: the loss scale of the next one, if it adapts."""
         return {"loss_scale": torch.tensor(self.scaling.value)} if self.scaling.adapts else {}
 
-    def should_step(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> bool:
-        """Whether to apply the optimizer update. The result, or the error, is the same on all ranks."""
+    def should_step(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms, count: Tensor) -> bool:
+        """Whether to apply the optimizer update. The result, or the error, is the same on all ranks.
+
+        Args:
+            count: number of labels, or pairs, that the loss is a mean over.
+        """
         if self.non_finite == "skip" or self.scaling.adapts:
-            return self._check_before_update(step, loss, local_loss, norms)
-        # `loss` and `norms.total` are the same on all ranks.
-        values = AsyncD2H(loss, local_loss, norms.total, norms.parts)
+            return self._check_before_update(step, loss, local_loss, norms, count)
+        # `loss`, `norms.total` and `count` are the same on all ranks.
+        values = AsyncD2H(loss, local_loss, norms.total, count, norms.parts)
         self.pending.append((step, values, norms.names))
         self.flush(keep=0 if values.is_on_host else 1)
         return True
@@ -107,12 +112,12 @@ class NonFiniteGuard:
             if cause:
                 raise _error(step, cause)
 
-    def _check_before_update(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> bool:
+    def _check_before_update(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms, count: Tensor) -> bool:
         # A fault of a single rank must not make its decision differ from that of its replicas: all ranks check the same sum.
         assert dist.group.WORLD is not None
         totals = torch.stack((loss, loss + norms.total.to(loss.device)))
         collectives.all_reduce_sum(totals, [dist.group.WORLD])
-        total_loss, *values = AsyncD2H(totals, local_loss, norms.total, norms.parts).read()
+        total_loss, *values = AsyncD2H(totals, local_loss, norms.total, count, norms.parts).read()
         cause = _cause(*values, names=norms.names)
         overflow = bool(cause) and math.isfinite(total_loss)
         if self.scaling.adapts and (overflow or not cause):
@@ -141,10 +146,12 @@ class NonFiniteGuard:
         return False
 
 
-def _cause(loss: float, local_loss: float, norm: float, *parts: float, names: Sequence[str]) -> str:
+def _cause(loss: float, local_loss: float, norm: float, count: float, *parts: float, names: Sequence[str]) -> str:
     """Returns the origin of non-finite values, "" if all are finite. Collective: `loss + norm` is the same on all ranks."""
     if math.isfinite(loss + norm):
         return ""
+    if not count:
+        return f"the global batch has {NO_LABEL}"
     bad = [name for name, part in zip(names, parts, strict=True) if not math.isfinite(part)]
     reports = process_group.all_gather_object((local_loss, bad))
     bad_loss = [rank for rank, (value, _) in enumerate(reports) if not math.isfinite(value)]
@@ -158,10 +165,10 @@ def _cause(loss: float, local_loss: float, norm: float, *parts: float, names: Se
 
 
 def _error(step: int, cause: str, valid: str = "earlier checkpoints") -> UserError:
-    return UserError(
-        f"step {step}: {cause}. The step was not saved; {valid} are valid. "
-        "Lower optimizer.lr, increase schedule.warmup_steps, or inspect the data of that step"
-    )
+    remedy = "Lower optimizer.lr, increase schedule.warmup_steps, or inspect the data of that step"
+    if NO_LABEL in cause:
+        remedy = "Increase training.global_batch_size, or set training.non_finite = 'skip'"
+    return UserError(f"step {step}: {cause}. The step was not saved; {valid} are valid. {remedy}")
 
 
 def _join(items: Sequence[object]) -> str:

@@ -21,6 +21,8 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     default = OptimizerGroup()
     copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline, which one group has to update
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
+    # Also those without a matrix on this pipeline stage: all ranks create Muon's process group, and clip their attention logits.
+    members |= {(group, True): [] for group in section.groups if group.optimizer == "muon"}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.dim() >= 2 and not name.endswith("bias")  # experts have stacks of biases
@@ -36,7 +38,10 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if groups["muon"]:
         from titanlike.optim.muon import Muon, QKClip
+        from titanlike.optim.whole_matrices import group_of_shards
 
+        for parameter in model.parameters():
+            group_of_shards(getattr(parameter, "device_mesh", None))
         muon = Muon(
             groups["muon"],
             lr=section.lr,

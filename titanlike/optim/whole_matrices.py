@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlike.config.layout import shard_range
@@ -26,6 +28,21 @@ class Round:
     parts: list[Slices]  # of it, which each rank of the group holds
 
 
+def sizes_of(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Returns the sizes of the dimensions of a mesh, of which None has none."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) if mesh else {}
+
+
+def group_of_shards(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Returns the group over which parameters with this mesh are sharded, if any. All ranks call this together, also those of a
+    pipeline stage without a matrix: all ranks take part when NCCL creates a group."""
+    sizes = {name: size for name, size in sizes_of(mesh).items() if name in ("shard", "tensor") and size > 1}
+    if mesh is None or len(sizes) < 2:
+        return mesh.get_group(*sizes) if mesh and sizes else None
+    # The innermost dimensions of the mesh: consecutive ranks.
+    return process_group.subgroup(torch.arange(dist.get_world_size()).view(-1, prod(sizes.values())).tolist())
+
+
 class WholeMatrices:
     """Applies a function to matrices whose shards are on several ranks, each on one rank.
 
@@ -33,30 +50,15 @@ class WholeMatrices:
     two all-to-alls. Replicas of HSDP own different matrices, and all-gather the results.
 
     Args:
-        parameters: Matrices with the same mesh. All ranks create this together.
+        parameters: Matrices with the same mesh, for which all ranks have called `group_of_shards`.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        first = parameters[0] if parameters else None
-        sizes, coordinate = (
-            {"replicate": 1, "shard": 1, "tensor": 1},
-            dict.fromkeys(("replicate", "shard", "tensor"), 0),
-        )
-        self.replicas: dist.ProcessGroup | None = None
-        self.group: dist.ProcessGroup | None = None
-        if first is not None and isinstance(first, DTensor):
-            mesh = first.device_mesh
-            names = mesh.mesh_dim_names or ()
-            sizes |= dict(zip(names, mesh.shape, strict=True))
-            coordinate |= {name: mesh.get_local_rank(name) for name in names}
-            if sizes["replicate"] > 1:
-                self.replicas = mesh.get_group("replicate")
-            if sizes["shard"] > 1 and sizes["tensor"] > 1:
-                # The innermost dimensions of the mesh: consecutive ranks.
-                size = sizes["shard"] * sizes["tensor"]
-                self.group = process_group.subgroup(torch.arange(dist.get_world_size()).view(-1, size).tolist())
-            elif sizes["shard"] * sizes["tensor"] > 1:
-                self.group = mesh.get_group("shard" if sizes["shard"] > 1 else "tensor")
+        mesh: Any = getattr(parameters[0], "device_mesh", None) if parameters else None
+        sizes = {"replicate": 1, "shard": 1, "tensor": 1} | sizes_of(mesh)
+        coordinate = dict.fromkeys(sizes, 0) | {name: mesh.get_local_rank(name) for name in sizes_of(mesh)}
+        self.replicas = mesh.get_group("replicate") if sizes["replicate"] > 1 else None
+        self.group = group_of_shards(mesh)
         self.num_replicas, self.size = sizes["replicate"], sizes["shard"] * sizes["tensor"]
         self.replica = coordinate["replicate"]
         self.rank = coordinate["shard"] * sizes["tensor"] + coordinate["tensor"]

@@ -21,7 +21,7 @@ from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import NO_SHARE, CheckpointWeights, Weights, open_weights
 from titanlike.models.distillation_loss import DistillationLoss, HiddenStates, TeacherLogits, set_distillation_loss
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import num_valid
+from titanlike.models.loss import means_of, num_valid
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
@@ -164,8 +164,8 @@ class Objective:
                 _, sums = self._loss(model, batch)
                 total[:2] += sums
                 total[2] += num_valid(batch.labels)
-        divergence, cross_entropy, count = collectives.all_reduce_sum(total, mesh.loss_groups).tolist()
-        means = divergence / count, cross_entropy / count
+        total = collectives.all_reduce_sum(total, mesh.loss_groups)
+        means = means_of(total[:2], total[2])
         loss = sum(weight * mean for weight, mean in zip(self.weights, means, strict=True))
         return {"loss": loss, "kl": means[0], "cross_entropy": means[1]}
 

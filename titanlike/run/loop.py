@@ -18,7 +18,7 @@ from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
-from titanlike.models.loss import num_valid
+from titanlike.models.loss import means_of, num_valid
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory
@@ -125,7 +125,7 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
     collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
-    return (total / collectives.all_reduce_sum(num_tokens, mesh.loss_groups)).item()
+    return means_of(total[None], collectives.all_reduce_sum(num_tokens, mesh.loss_groups))[0]
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.distributed import collectives
-from titanlike.models.loss import num_valid
+from titanlike.models.loss import means_of, num_valid
 from titanlike.models.masked_loss import loss_and_accuracy
 from titanlike.parallelisms.mesh import Mesh
 
@@ -26,5 +26,5 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
                 totals += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
             num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
     collectives.all_reduce_sum(totals, [*mesh.loss_groups, mesh.pipeline.get_group()])
-    loss, correct = (totals / collectives.all_reduce_sum(num_tokens.to(dtype), mesh.loss_groups)).tolist()
+    loss, correct = means_of(totals, collectives.all_reduce_sum(num_tokens.to(dtype), mesh.loss_groups))
     return {"loss": loss, "accuracy": correct}

@@ -57,7 +57,13 @@ class TitanlikeLM(LM):
             raise UserError(f"--model_args dtype={dtype}: use float32 or bfloat16")
         if not str(batch_size).isdecimal():
             raise UserError(f"--batch_size {batch_size}: give a number")
-        name = cast(Any, device.partition(":")[0] or "auto")
+        kind, _, index = device.partition(":")
+        if index not in ("", "0"):
+            raise UserError(
+                f"--device {device}: the model is on the first GPU; set CUDA_VISIBLE_DEVICES={index}, and omit it"
+            )
+        # Without the option, the harness passes cuda:0, and its own models are on the CPU if there is no GPU.
+        name = cast(Any, "auto" if device in ("", "cuda:0") else kind)
         if dist.is_initialized():
             self._device = process_group.select_device(name, "--device")
         else:

@@ -60,15 +60,16 @@ def build_dataloaders(
             "parameter batch_ramp, or remove the key"
         )
     ramp: dict[str, Any] = {"batch_ramp": training.batch_ramp} if training.batch_ramp else {}
-    sources = open_sources(
-        section,
-        tokenizer,
-        seq_len=training.seq_len,
-        global_batch_size=training.global_batch_size,
-        seed=seed,
-        validate=validate,
-        **ramp,
-    )
+    with process_group.waiting_for_all():  # text is tokenized on a machine whose cache does not have it
+        sources = open_sources(
+            section,
+            tokenizer,
+            seq_len=training.seq_len,
+            global_batch_size=training.global_batch_size,
+            seed=seed,
+            validate=validate,
+            **ramp,
+        )
     _check_sources(sources, training.seq_len, validate)
     fingerprint = process_group.assert_equal_across_ranks("the data", sources.training.fingerprint)
 

@@ -208,7 +208,7 @@ def _read_lines(
             try:
                 record = parse(partial(json.loads, line))
             except BadRecord as problem:
-                before = _count_lines(file, start) if begin else number - 1
+                before = count_lines(file, start) if begin else number - 1
                 bad(BadRecord(f"{file.name}, line {before + 1}: {problem}"))
                 continue
             if isinstance(stream, Decompressed):
@@ -217,19 +217,7 @@ def _read_lines(
             yield number - 1, size, record
 
 
-def position_of(file: File, span: Span | None, record: int) -> str:
-    """Names a record of a span for an error message: its file, and its line or row."""
-    begin = span[0] if span else 0
-    if file.kind == PARQUET:
-        with open_parquet(file) as table:
-            return f"{file.name}, row {sum(row_groups(table)[:begin]) + record + 1}"
-    if file.kind not in LINES:
-        return file.name
-    before = _count_lines(file, begin - 1) + 1 if begin else 0  # lines that begin before the span
-    return f"{file.name}, line {before + record + 1}"
-
-
-def _count_lines(file: File, stop: int) -> int:
+def count_lines(file: File, stop: int) -> int:
     """Counts the lines before a byte offset."""
     with open_file(file) as stream:
         return sum(stream.read(min(BLOCK, stop - start)).count(b"\n") for start in range(0, stop, BLOCK))

@@ -6,13 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from titanlike.config import UserError
 from titanlike.config.sections import Data
-from titanlike.data.documents.files import DiskFull, File, hash_of, versions_of
+from titanlike.data.documents.files import DiskFull, File, convert_write_errors, hash_of, versions_of
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import FORMAT, MANIFEST
-from titanlike.data.tokens.tokenization import write_shards
+from titanlike.data.tokens.tokenization import Options, check_free_space, finish, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
+from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units, write_result
+from titanlike.distributed.environment import is_first_on_node
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import cache_folder
 
@@ -41,8 +45,31 @@ def tokenized(files: Sequence[File], section: Data, tokenizer: Tokenizer, path: 
     return cached(out, path, write, lambda: out if (out / MANIFEST).exists() else None)
 
 
+def write_shards(
+    files: Sequence[File], folder: Path, tokenizer: Tokenizer, fields: Fields, *, skip_bad_records: bool
+) -> None:
+    """Tokenizes files into a new folder of token shards. It gets its name when it is complete. After an interruption, the same call
+    resumes with the work units that are not finished."""
+    units = split_work_units(files, count=1)  # as few shards as possible
+    spans = [[(span.file.name, span.bounds) for span in unit.spans] for unit in units]
+    partial = folder.with_name(f"{folder.name}-{hash_of(spans)}.partial")
+    with convert_write_errors(folder):
+        partial.mkdir(parents=True, exist_ok=True)
+        found = [read_result(partial, unit.number, np.dtype(tokenizer.dtype).itemsize) for unit in units]
+        remaining = [unit for unit, result in zip(units, found, strict=True) if result is None]
+        check_free_space(partial, [span for unit in remaining for span in unit.spans], tokenizer)
+        options = Options(partial, tokenizer.section, fields, 0.0, skip_bad_records)
+        for unit in remaining:
+            result = found[unit.number] = tokenize(unit, options, tokenizer, lambda *_: None)
+            result.hashes = None
+            write_result(result, partial)
+        finish(partial, folder, [result for result in found if result], tokenizer, options, files)
+        remove_results(folder)
+
+
 def cached(out: Path, path: str, write: Callable[[], None], load: Callable[[], T | None]) -> T:
-    """Returns tokens from the cache. The first process that needs them writes them; the others wait until they can be loaded."""
+    """Returns tokens from the cache. The first process that needs them writes them (without locks, the first one of a node); the
+    others wait until they can be loaded."""
     try:
         while (found := load()) is None:
             try:
@@ -51,7 +78,9 @@ def cached(out: Path, path: str, write: Callable[[], None], load: Callable[[], T
                 time.sleep(0.1)
                 continue
             try:
-                if load() is None:
+                if not lock.is_supported and not is_first_on_node():
+                    time.sleep(1.0)
+                elif load() is None:
                     write()
             finally:
                 lock.release()

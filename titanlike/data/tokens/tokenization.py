@@ -1,6 +1,6 @@
 """Tokenizes text into token shards. No torch.
 
-Training does this once for text that has no shards yet; `titanlike data prepare` does it in several processes and resumes.
+Training does this once for text that has no shards yet; `titanlike data prepare` does it in several processes.
 """
 
 import hashlib
@@ -76,21 +76,6 @@ class WorkUnitResult:
     skipped: int = 0  # bad records
     examples: list[str] = field(default_factory=list)  # error messages of the first bad records
     hashes: "array[int] | None" = None  # of the documents, by which copies are counted
-
-
-def write_shards(
-    files: Sequence[File], folder: Path, tokenizer: Tokenizer, fields: Fields, *, skip_bad_records: bool
-) -> None:
-    """Tokenizes files into a new folder of token shards. It gets its name when it is complete."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    with convert_write_errors(folder):
-        shutil.rmtree(partial, ignore_errors=True)  # of a start that was interrupted
-        partial.mkdir(parents=True)
-        spans = tuple(FileSpan(file, file.size) for file in files)
-        check_free_space(partial, spans, tokenizer)
-        options = Options(partial, tokenizer.section, fields, 0.0, skip_bad_records)
-        result = tokenize(WorkUnit(0, spans), options, tokenizer, lambda *_: None)
-        finish(partial, folder, [result], tokenizer, options, files)
 
 
 def tokenize(

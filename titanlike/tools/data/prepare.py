@@ -23,11 +23,11 @@ from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, check_free_space, finish
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
 from titanlike.tools.data.inputs import list_inputs
 from titanlike.tools.data.quality.options import FOLDER, Job, Quality, Stage
 from titanlike.tools.data.quality.report import REASONS
 from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
-from titanlike.tools.data.work_units import read_result, split_work_units
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
 from titanlike.utils.file_lock import FileLock, LockHeld
@@ -243,6 +243,5 @@ def _process_stage(
 
 def _remove_results(out: Path) -> None:
     """Removes the results of the work units and of the stages, which only a resume needs."""
-    for path in out.glob("unit-*.json"):
-        path.unlink()
+    remove_results(out)
     shutil.rmtree(out / FOLDER, ignore_errors=True)

@@ -21,9 +21,9 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.work_units import write_result
 from titanlike.tools.data.quality.options import Job
 from titanlike.tools.data.quality.stages import process
-from titanlike.tools.data.work_units import write_result
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.data.documents.readers import LINES, PARQUET, Document, OnBadRecord, position_of, read_chunks
+from titanlike.data.documents.readers import (
+    LINES,
+    PARQUET,
+    Document,
+    OnBadRecord,
+    count_lines,
+    open_parquet,
+    read_chunks,
+    row_groups,
+)
 from titanlike.data.tokens.tokenization import FileSpan
 from titanlike.tools.data.quality.filters import Verdict, judge, judge_words
 from titanlike.tools.data.quality.hashing import GROUP, Words, mix, select, words_of
@@ -79,6 +88,18 @@ def grouped(candidates: Iterator[Candidate]) -> Iterator[list[Candidate]]:
         yield group
 
 
+def position_of(span: FileSpan, record: int) -> str:
+    """Names a record of a span for an error message: its file, and its line or row."""
+    file, begin = span.file, span.bounds[0] if span.bounds else 0
+    if file.kind == PARQUET:
+        with open_parquet(file) as table:
+            return f"{file.name}, row {sum(row_groups(table)[:begin]) + record + 1}"
+    if file.kind not in LINES:
+        return file.name
+    before = count_lines(file, begin - 1) + 1 if begin else 0  # lines that begin before the span
+    return f"{file.name}, line {before + record + 1}"
+
+
 def apply_own_filter(candidate: Candidate, quality: Quality) -> bool:
     """Replaces the text by that of the filter of one's own. Returns whether the document is kept."""
     if quality.own is None or not candidate.text:
@@ -89,7 +110,7 @@ def apply_own_filter(candidate: Candidate, quality: Quality) -> bool:
     span = candidate.span
 
     def where() -> str:
-        return position_of(span.file, span.bounds, candidate.document.record)
+        return position_of(span, candidate.document.record)
 
     text = quality.own.apply(candidate.text, record, where)
     if text is None:

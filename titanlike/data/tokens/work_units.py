@@ -16,7 +16,7 @@ from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResul
 from titanlike.utils.files import atomic_write_text, fsync_directory
 
 MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit
-TARGET_COUNT = 256  # work units, where their size is within these limits
+TARGET_COUNT = 256  # work units, for many processes
 RESULT = "unit-{:05d}.json"
 
 
@@ -41,13 +41,19 @@ def read_result(folder: Path, unit: int, token_bytes: int) -> WorkUnitResult | N
         return None
 
 
-def split_work_units(files: Sequence[File]) -> list[WorkUnit]:
-    """Splits files, in their order, into work units of similar size.
+def remove_results(folder: Path) -> None:
+    """Removes the results from a complete folder of token shards: only a resume needs them."""
+    for path in folder.glob("unit-*.json"):
+        path.unlink()
+
+
+def split_work_units(files: Sequence[File], count: int = TARGET_COUNT) -> list[WorkUnit]:
+    """Splits files, in their order, into `count` work units of similar size, if their size is then within the limits.
 
     Small files share a work unit. Large files are split where the format permits: between lines, or between the row groups of
     Parquet.
     """
-    limit = min(max(sum(file.size for file in files) // TARGET_COUNT, MIN_SIZE), MAX_SIZE)
+    limit = min(max(sum(file.size for file in files) // count, MIN_SIZE), MAX_SIZE)
     groups: list[list[FileSpan]] = []
     room = 0  # bytes that may be added to the last group
     for file in files:
