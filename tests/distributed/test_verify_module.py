@@ -274,7 +274,8 @@ def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
     assert "returned int; return a torch.nn.Module" in refused(Functions(lambda: 3, batch))  # type: ignore[arg-type,return-value]
     for output in ({}, None, "text", [], torch.arange(3), {"loss": torch.tensor(1)}, {"x": torch.tensor(1)}):
         error = refused(Functions(lambda output=output: Returns(output), batch))
-        assert f"returned {type(output).__name__} without a floating-point tensor" in error or "torch.int64" in error
+        kind = "a tensor of torch.int64" if isinstance(output, torch.Tensor) else type(output).__name__
+        assert f"returned {kind}, and no floating-point tensor" in error or "is torch.int64; return one" in error
     assert "the loss does not depend on the parameters; return one that does" in refused(
         Functions(lambda: Returns(torch.rand(())), lambda step: torch.ones(1))
     )

@@ -185,8 +185,9 @@ class _Trainer:
             return _one_number(loss)
         tensor = next((each for each in _tensors(output) if each.is_floating_point()), None)
         if tensor is None:
+            kind = f"a tensor of {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
             raise UserError(
-                f"the model returned {type(output).__name__} without a floating-point tensor; return one, or define "
+                f"the model returned {kind}, and no floating-point tensor; return one, or define "
                 "loss(model, batch), which returns the loss"
             )
         return tensor if tensor.ndim == 0 else tensor.float().square().mean()
