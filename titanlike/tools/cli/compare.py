@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps(as_json(runs), indent=1))
     else:
         from titanlike.tools.comparison.table import render
-        from titanlike.utils.rich_console import Console
+        from titanlike.tools.rich_console import Console
 
         console = Console(highlight=False, markup=False, emoji=False)
         console.print(render(runs, console))
@@ -129,7 +129,7 @@ def _watch(arguments: argparse.Namespace) -> None:
 
     from titanlike.tools.comparison.runs import Runs
     from titanlike.tools.comparison.table import render
-    from titanlike.utils.rich_console import Console
+    from titanlike.tools.rich_console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     source = Runs()

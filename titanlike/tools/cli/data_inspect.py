@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
     from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json
-    from titanlike.utils.rich_console import Console
+    from titanlike.tools.rich_console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
     from titanlike.tools.planning.job import Job
     from titanlike.tools.planning.program import Program
-    from titanlike.utils.rich_console import Console
+    from titanlike.tools.rich_console import Console
 
 DESCRIPTION = """\
 Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
@@ -383,7 +383,7 @@ def _refuse_unknown(overrides: Sequence[str]) -> None:
 
 
 def _console() -> "Console":
-    from titanlike.utils.rich_console import Console
+    from titanlike.tools.rich_console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
 

@@ -168,7 +168,7 @@ def _print(
     on_gpu: bool,
 ) -> None:
     from titanlike.tools.planning.report import table
-    from titanlike.utils.rich_console import Console
+    from titanlike.tools.rich_console import Console
 
     planned = _planned_parts(plan) if plan else {}
     longest = max(profile.seconds for profile in profiles)
