@@ -13,7 +13,13 @@ from titanlike.config.sections import Tokenizer
 from titanlike.tools.data.prepare import prepare
 
 # Four readers, two for each rank. Each file is read again after a few steps.
-STREAM = {"data.source": "stream", "validation.interval": "0", "checkpoint.interval": "0", "training.steps": "30"}
+STREAM = {
+    "data.source": "stream",
+    "validation.interval": "0",
+    "validation.batches": "8",
+    "checkpoint.interval": "0",
+    "training.steps": "30",
+}
 
 
 def lines(number: int, count: int = 12) -> str:

@@ -13,7 +13,13 @@ from tests.faults.faulty import Fault
 from tests.faults.starting import Job, Starter
 from tests.launching import ROOT, SMALL, descendants, run, start, wait_for
 
-ENDLESS = SMALL | {"training.steps": "1000000", "checkpoint.enabled": "false", "run.name": "r", "run.hang_timeout": "5"}
+ENDLESS = SMALL | {
+    "training.steps": "1000000",
+    "checkpoint.enabled": "false",
+    "checkpoint.interval": "500",
+    "run.name": "r",
+    "run.hang_timeout": "5",
+}
 
 
 def workers(launcher: int) -> dict[int, int]:

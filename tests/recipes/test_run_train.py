@@ -18,7 +18,7 @@ import pytest
 
 from tests.launching import ROOT, SMALL, command, descendants, environment, losses, records, run, start, wait_for
 
-BATCH = {"training.global_batch_size": "4", "training.local_batch_size": "2", "validation.batches": "2"}
+BATCH = {"training.global_batch_size": "4", "training.local_batch_size": "2"}
 
 
 LOST = r"error: rank [01] lost the connection to another rank: Connection (closed|reset) by peer( \[\S+\]:\d+)?"

@@ -119,8 +119,10 @@ def test_scaling_and_search_as_json(
         ((RECIPE, "--gpus=8,16", "--search"), "--search takes one number of GPUs"),
         ((RECIPE, "--gpus=8", "--figure=plan.pdf"), "give the name of a .png file"),
         ((RECIPE, "--gpus=8", "--search", f"--write={RECIPE}"), "exists and was not written by --search"),
-        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--quick",
-          "--parallelism.tensor=8", "--parallelism.pipeline=1"), "fits on 8 x H100 SXM 80 GB"),
+        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=16", "--search", "--quick",
+          "--parallelism.tensor=8", "--parallelism.pipeline=2"), "fits on 16 x H100 SXM 80 GB"),
+        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--quick", "--parallelism.tensor=8",
+          "--parallelism.pipeline=2"), "no layout of 8 GPUs has parallelism.tensor = 8 and parallelism.pipeline = 2; use another"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(

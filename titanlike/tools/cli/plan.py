@@ -261,8 +261,9 @@ def _plan(request: Request, num_gpus: int) -> int:
 def _search(request: Request, num_gpus: int) -> int:
     from titanlike.run.preflight import check_recipe
     from titanlike.tools.planning import report
+    from titanlike.tools.planning.changes import text_of
     from titanlike.tools.planning.plan import make_plan, with_simulated_memory
-    from titanlike.tools.planning.search import search, simulate_best, write_recipe
+    from titanlike.tools.planning.search import search, simulate_best, value_of, write_recipe
     from titanlike.tools.programs import load_known
 
     def on_progress(done: int, total: int) -> None:
@@ -280,6 +281,11 @@ def _search(request: Request, num_gpus: int) -> int:
     if result.best and not request.arguments.quick:
         result = simulate_best(result, lambda plan: with_simulated_memory(plan, request.progress))
     request.progress.close()
+    if not result.candidates:
+        fixed = text_of({key: value_of(request.recipe, key) for key in request.overrides if "parallelism." in key})
+        raise UserError(
+            f"no layout of {num_gpus} GPUs has {fixed}; use another number of GPUs, or leave out one of these"
+        )
     if not result.best and result.invalid == result.candidates:
         raise UserError(result.problem)
     if not result.best:

@@ -30,7 +30,7 @@ class Range:
 
 
 RANGES = {
-    f"FSDP, {HOPPER}": Range(0.91, 1.16, 41),
+    f"FSDP, {HOPPER}": Range(0.92, 1.2, 41),
     f"FSDP, {NEWER}": Range(0.68, 1.13, 6),
     f"context, {HOPPER}": Range(0.81, 1.14, 47),
     f"context, {NEWER}": Range(0.81, 1.14, 47),
