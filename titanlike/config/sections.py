@@ -53,18 +53,26 @@ Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 # Conditions of several fields.
 READS_FILES = only_with("source", "text", "shards", "stream", "chat", "preference")
 READS_TEXT = only_if(
-    lambda source, *others: source in ("text", "stream") or any(others),
+    lambda source, validation, *evaluation: (
+        source in ("text", "stream") or (validation and not is_chat_source(source)) or any(evaluation)
+    ),
     "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
+)  # fmt: skip
+READS_PROMPTS = only_if(  # shards contain what excludes prompts from the loss
+    lambda source, *others: source != "shards" and READS_TEXT.holds(source, *others),
+    *READS_TEXT.keys, remedy="set {0} = \"text\", or use `titanlike data prepare --prompt-field`",
 )  # fmt: skip
 READS_RECORDS = only_if(
     lambda source, *others: source not in ("shards", *GENERATED) or any(others),
     "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
 )  # fmt: skip
 PACKS_TEXT = only_if(
-    lambda source: not is_chat_source(source),
-    "source",
-    remedy="set {0} to plain text: chats are always packed and masked so",
+    lambda source: not is_chat_source(source), "source", remedy="set {0} to plain text: chats are packed so in any case"
 )
+MASKS = only_if(
+    lambda source, evaluation: not is_chat_source(source) or bool(evaluation),
+    "source", "evaluation.data", remedy="set {0} to plain text: chats are masked from each other in any case",
+)  # fmt: skip
 HOLDS_OUT = only_with("validation_path", "")
 HAS_SEQUENCES = only_with(
     "source", "text", "shards", "chat", "preference", *GENERATED
@@ -161,12 +169,12 @@ class Data:
     weights."""
     text_field: Annotated[str, READS_TEXT] = "text"
     """Field of a JSON line or column of a Parquet file that contains the text."""
-    prompt_field: Annotated[str, only_with("source", "text", "stream")] = ""
+    prompt_field: Annotated[str, READS_PROMPTS] = ""
     """Field that contains a prompt, which precedes the text and is excluded from the loss. With `recipe = "seq2seq"`, it is the
     input of the encoder, and the text the target. Default: no prompt."""
     bad_records: Annotated[Literal["stop", "skip"], READS_RECORDS] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
-    document_masks: Annotated[bool, PACKS_TEXT] = False
+    document_masks: Annotated[bool, MASKS] = False
     """Mask attention between documents in a packed sequence, and restart position ids at each document. On GPUs, attention is
     FlexAttention then, unless `training.attention` is `efficient` or `math`."""
     packing: Annotated[Literal["concatenate", "best_fit"], PACKS_TEXT] = "concatenate"
