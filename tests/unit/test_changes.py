@@ -36,6 +36,19 @@ def test_other_data_to_validate_on_may_return_held_out_sequences_to_training() -
     assert changed("data", stream, stream | {"validation_path": "val"}) == []
 
 
+def test_keys_without_effect_may_differ() -> None:
+    # A run of an earlier version, which accepted them.
+    assert changed("optimizer", {"muon_momentum": 0.9}, {}) == []
+    with pytest.raises(UserError, match=r"optimizer\.beta1 was 0\.8, now 0\.9"):
+        changed("optimizer", {"muon_momentum": 0.9, "beta1": 0.8}, {})
+    # The fields of records name nothing in shards, whose fingerprint is that of the text.
+    assert (
+        changed("data", {"source": "text", "path": "a", "text_field": "body"}, {"source": "shards", "path": "b"}) == []
+    )
+    with pytest.raises(UserError, match=r'data\.text_field was "body", now "text"'):
+        changed("data", {"source": "text", "path": "a", "text_field": "body"}, {"source": "text", "path": "a"})
+
+
 def test_other_weights_to_start_from_are_refused() -> None:
     with pytest.raises(UserError, match=r'checkpoint.initial was "a", now "b"\. Restore these values'):
         changed("checkpoint", {"initial": "a"}, {"initial": "b"})

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config import PretrainRecipe, UserError, effect, load
 from titanlike.config.base import OnlyWith, only_if, section
 from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.layout import DIMENSIONS
 from titanlike.config.load import dump
-from titanlike.config.shipped import PROGRAMS
+from titanlike.config.sections import Data
+from titanlike.config.shipped import PROGRAMS, recipe_path, shipped_recipes
 from titanlike.models.configs import all_configs
 from titanlike.run.preflight import check_recipe
-from titanlike.tools.programs import recipe_types
+from titanlike.tools.programs import effective_overrides, load_known, recipe_types
+from titanlike.tools.small_recipe import shrink
 
 PACKAGE = PROGRAMS.parent / "titanlike"
 # Values to try for a field; those that its type refuses are left out.
@@ -187,23 +191,82 @@ def test_a_recipe_of_muon_is_changed_to_adamw_in_one_line(tmp_path: Path) -> Non
     ]
 
 
-def test_what_loses_its_effect_with_another_key_is_ignored_too(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text('[data]\nsource = "text"\nmixture = ["a", "b"]\nweights = [1.0, 2.0]\n')
-    file = tmp_path / "recipe.toml"
-    file.write_text('extends = "base.toml"\n[data]\nsource = "synthetic"\n')
+@pytest.mark.parametrize("extends", [False, True])
+def test_what_loses_its_effect_with_another_key_is_ignored_too(tmp_path: Path, extends: bool) -> None:
+    base, file = tmp_path / "base.toml", tmp_path / "recipe.toml"
+    base.write_text(
+        '[data]\nsource = "text"\nmixture = ["a", "b"]\nweights = [1.0, 2.0]\n'
+        "[profiling]\nsteps = [500]\nnum_steps = 2\n[training]\nsteps = 1000\n"
+    )
+    file.write_text('extends = "base.toml"\n[data]\nsource = "synthetic"\n[training]\nsteps = 100\n')
     lines: list[str] = []
-    recipe = load(PretrainRecipe, file, on_ignored=lines.append)
+    overrides = {} if extends else {"data.source": "synthetic", "training.steps": "100"}
+    recipe = load(PretrainRecipe, file if extends else base, overrides, on_ignored=lines.append)
     assert (recipe.data.mixture, recipe.data.weights) == ((), ())
-    assert len(lines) == 2
+    assert (recipe.profiling.steps, recipe.profiling.num_steps) == ((), 3)
+    assert len(lines) == 4
+    check_recipe(recipe, 1)
 
 
-def test_profiled_ranks_exist(tmp_path: Path) -> None:
+def test_options_further_right_disable_those_before_them(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text("[profiling]\nsteps = [10]\nranks = [0, 9]\n")
+    file.write_text("")
+    keys = {"checkpoint.interval": "5", "checkpoint.enabled": "false"}
+    lines: list[str] = []
+    recipe = load(PretrainRecipe, file, keys, on_ignored=lines.append)
+    check_recipe(recipe, 1)
+    assert recipe.checkpoint.interval == 500 and lines == [
+        "checkpoint.interval = 5 has no effect with checkpoint.enabled = false: ignored"
+    ]
+    with pytest.raises(UserError, match=r"^checkpoint\.interval = 5 has no effect with checkpoint\.enabled = false"):
+        check_recipe(load(PretrainRecipe, file, dict(reversed(keys.items()))), 1)
+
+
+def test_a_trial_of_a_sweep_has_no_keys_without_effect(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text("")
+    keys = {"schedule.decay": "none", "schedule.min_ratio": "0.2", "optimizer.lr": "1e-3"}
+    assert effective_overrides(file, keys) == {"schedule.decay": "none", "optimizer.lr": "1e-3"}
+    assert effective_overrides(file, keys | {"schedule.decay": "linear"}) == keys | {"schedule.decay": "linear"}
+
+
+def test_some_rank_is_traced(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text("[profiling]\nsteps = [10]\nranks = [8, 9]\n")
     recipe = load(PretrainRecipe, file)
-    with pytest.raises(UserError, match=r"profiling\.ranks: rank 9 does not exist in a run of 8 processes; remove it"):
+    with pytest.raises(
+        UserError, match=r"^profiling\.ranks = \[8, 9\]: no such rank in a run of 8 processes; use ranks below 8"
+    ):
         check_recipe(recipe, 8)
     check_recipe(recipe, 16)
+    check_recipe(dataclasses.replace(recipe, profiling=dataclasses.replace(recipe.profiling, ranks=(0, 9))), 8)
+
+
+def test_a_source_of_a_program_may_read_what_it_likes() -> None:
+    @section
+    class OwnData(Data):
+        source: Literal["mine", "text"] = "mine"  # type: ignore[assignment]
+        """Where the tokens come from."""
+
+    @section
+    class OwnRecipe(PretrainRecipe):
+        data: OwnData = OwnData()
+
+    data = OwnData(path="x", text_field="body", holdout_every=20, workers=2, packing="best_fit", bad_records="skip")
+    assert list(effect.problems(OwnRecipe(data=data))) == []
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_the_small_version_of_a_shipped_recipe_sets_no_key_without_effect(name: str) -> None:
+    path = recipe_path(name)
+    recipe = load_known(path, {})
+    values = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    for sizes in ({}, {"pipeline": 2, "pipeline_schedule": "gpipe"}):
+        values["parallelism"] |= {"shard": 1, "expert": 1} | sizes
+        processes = math.prod(values["parallelism"][each] for each in DIMENSIONS)
+        changes = shrink(values, processes, 2)
+        overrides = {key: each if isinstance(each, str) else json.dumps(each) for key, each in changes.items()}
+        assert list(effect.problems(load_known(path, overrides))) == []
 
 
 def test_a_section_of_a_program_states_conditions_too(tmp_path: Path) -> None:

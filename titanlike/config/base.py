@@ -130,7 +130,7 @@ class OnlyWith:
 
     Args:
         keys: what the condition depends on: keys of the same section or, with a dot, of another one.
-        holds: whether the field has an effect, given their values.
+        holds: whether the field has an effect, given their values. That of a key of a section that the program lacks is None.
         remedy: what to do for it to have one, with the full names of the keys in place of {0}, {1}, ...
         values: those of the first key with which it has one, if there is no `remedy`.
     """
@@ -143,12 +143,12 @@ class OnlyWith:
 
 def only_with(key: str, *values: Any) -> OnlyWith:
     """The field has an effect with these values of the key only."""
-    return OnlyWith((key,), lambda value: value in values, values=values)
+    return OnlyWith((key,), lambda value: value is None or value in values, values=values)
 
 
 def only_from(key: str, minimum: int) -> OnlyWith:
     """The field has an effect from this value of the key on."""
-    return OnlyWith((key,), lambda value: value >= minimum, remedy=f"set {{0}} to {minimum} or more")
+    return OnlyWith((key,), lambda value: value is None or value >= minimum, remedy=f"set {{0}} to {minimum} or more")
 
 
 def only_if(holds: Callable[..., bool], *keys: str, remedy: str) -> OnlyWith:

@@ -1,7 +1,8 @@
 """Which keys of a recipe have no effect, by the conditions that their fields state (`OnlyWith`). Does not import torch.
 
 A key that is set without effect is an error (`problems`), unless what disables it was set later: by a recipe that extends the one
-that sets the key, or on the command line. Such a key gets its default again, with a line that says so (`drop_overridden`).
+that sets the key, or by an option further right on the command line. Such a key gets its default again, with a line that says so
+(`drop_overridden`).
 """
 
 import dataclasses
@@ -18,11 +19,12 @@ NEVER = -1  # the level of a key that nothing sets
 
 @dataclasses.dataclass(frozen=True)
 class Idle:
-    """A key whose value differs from its default and has no effect."""
+    """A key that has no effect."""
 
     section: str
     field: str
     value: Any
+    default: Any
     condition: OnlyWith
     others: dict[str, Any]
     """The values of the keys that the condition depends on, by their full names."""
@@ -44,47 +46,56 @@ def drop_overridden(recipe: T, levels: Mapping[str, int]) -> tuple[T, list[str]]
     """Returns a recipe without the keys that have no effect because of a later setting, and a sentence for all with one cause.
 
     Args:
-        levels: 0 for the keys that a recipe sets which the file extends, 1 for those of the file, 2 for the command line.
+        levels: 0 for the keys that a recipe sets which the file extends, 1 for those of the file, more for those of the command
+            line, in its order.
     """
     dropped: list[Idle] = []
+    given, levels = levels, dict(levels)
     while idle := [each for each in idle_keys(recipe) if _is_overridden(each, levels)]:
         dropped += idle
         for each in idle:  # one at a time: another one may belong to the same section
             section: Any = getattr(recipe, each.section)
-            default = type(section).__dataclass_fields__[each.field].default
             recipe = dataclasses.replace(typing.cast(Any, recipe), **{
-                each.section: dataclasses.replace(section, **{each.field: default})
+                each.section: dataclasses.replace(section, **{each.field: each.default})
             })  # fmt: skip
+            levels[each.key] = _level_of_others(each, levels)  # which have set it to its default
     # A field of a model's size has no level: nobody has set it.
-    said = [each for each in dropped if each.key in levels]
+    said = [each for each in dropped if each.key in given]
     return recipe, [described for described, _ in _by_cause(said)]
 
 
 def idle_keys(recipe: Any) -> Iterator[Idle]:
-    """Yields the keys of a recipe that have no effect."""
+    """Yields the keys of a recipe that are set and have no effect."""
+    return (each for each in disabled_keys(recipe) if each.value != each.default)
+
+
+def disabled_keys(recipe: Any) -> Iterator[Idle]:
+    """Yields the keys of a recipe that have no effect, whatever their values."""
     for section in dataclasses.fields(recipe):
         values = getattr(recipe, section.name)
         for name, info in getattr(type(values), "__pydantic_fields__", {}).items():
-            value = getattr(values, name)
             for condition in (each for each in info.metadata if isinstance(each, OnlyWith)):
                 keys = [key if "." in key else f"{section.name}.{key}" for key in condition.keys]
-                found = [_value_of(recipe, key) for key in keys]
-                if value != type(values).__dataclass_fields__[name].default and not condition.holds(*found):
-                    others = {
-                        key: other for key, other in zip(keys, found, strict=True) if key != f"{section.name}.{name}"
-                    }
-                    yield Idle(section.name, name, value, condition, others)
+                found = {key: _value_of(recipe, key) for key in keys}
+                if not condition.holds(*found.values()):
+                    found.pop(f"{section.name}.{name}", None)
+                    default = info.get_default(call_default_factory=True)
+                    yield Idle(section.name, name, getattr(values, name), default, condition, found)
 
 
 def _value_of(recipe: Any, key: str) -> Any:
     """Returns the value of a key, or None if the program has no such section."""
     section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section, None), name, None)
+    return getattr(getattr(recipe, section), name) if hasattr(recipe, section) else None
 
 
 def _is_overridden(idle: Idle, levels: Mapping[str, int]) -> bool:
     own = levels.get(idle.key, 0)
-    return own == 0 or own < max(levels.get(key, NEVER) for key in idle.others)
+    return own == 0 or own < _level_of_others(idle, levels)
+
+
+def _level_of_others(idle: Idle, levels: Mapping[str, int]) -> int:
+    return max(levels.get(key, NEVER) for key in idle.others)
 
 
 def _by_cause(idle: list[Idle]) -> Iterator[tuple[str, list[Idle]]]:

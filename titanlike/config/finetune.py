@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from titanlike.config.base import FilePath, NonNegative, PositiveFloat, matches, only_from, only_if, section
+from titanlike.config.base import FilePath, NonNegative, OnlyWith, PositiveFloat, matches, only_from, section
 from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, Data, PretrainRecipe, is_chat_source
 
-CHATS = only_if(is_chat_source, "source", remedy='set {0} = "chat"')
+PLAIN = ("text", "shards", "stream", "python_stdlib", "synthetic")  # sources of text without turns
+CHATS = OnlyWith(("source",), lambda source: source not in PLAIN, values=("chat",))
 
 
 @section

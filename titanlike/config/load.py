@@ -50,8 +50,9 @@ def load(
         from titanlike.config.errors import explain
 
         raise UserError(explain(recipe_type, error, origins, path)) from None
-    levels = {COMMAND_LINE: 2, str(path): 1}
-    recipe, ignored = drop_overridden(recipe, {key: levels.get(origin, 0) for key, origin in origins.items()})
+    levels = {key: int(origin == str(path)) for key, origin in origins.items()}
+    levels |= {key: number for number, key in enumerate(overrides or {}, start=2)}
+    recipe, ignored = drop_overridden(recipe, levels)
     for line in ignored:
         on_ignored(f"{line}: ignored")
     return recipe

@@ -50,37 +50,49 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
-# Conditions of several fields.
-READS_FILES = only_with("source", "text", "shards", "stream", "chat", "preference")
-READS_TEXT = only_if(
-    lambda source, validation, *evaluation: (
-        source in ("text", "stream") or (validation and not is_chat_source(source)) or any(evaluation)
-    ),
-    "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
-)  # fmt: skip
-READS_PROMPTS = only_if(  # shards contain what excludes prompts from the loss
-    lambda source, *others: source != "shards" and READS_TEXT.holds(source, *others),
-    *READS_TEXT.keys, remedy="set {0} = \"text\", or use `titanlike data prepare --prompt-field`",
-)  # fmt: skip
-READS_RECORDS = only_if(
-    lambda source, *others: source not in ("shards", *GENERATED) or any(others),
-    "source", "validation_path", "evaluation.data", remedy="set {0} = \"text\"",
-)  # fmt: skip
-PACKS_TEXT = only_if(
-    lambda source: not is_chat_source(source), "source", remedy="set {0} to plain text: chats are packed so in any case"
+# Conditions of several fields. A source that only a program of its own knows may have any of them.
+READS_FILES = OnlyWith(
+    ("source",), lambda source: source not in GENERATED, values=("text", "shards", "stream", "chat", "preference")
 )
-MASKS = only_if(
+READS_TEXT = OnlyWith(
+    ("source", "validation_path", "evaluation.data"),
+    lambda source, validation, evaluation: (
+        (source not in ("shards", *GENERATED) and not is_chat_source(source))
+        or (bool(validation) and not is_chat_source(source))
+        or bool(evaluation)
+    ),
+    values=("text", "stream"),
+)
+READS_PROMPTS = OnlyWith(  # shards contain what excludes prompts from the loss
+    READS_TEXT.keys,
+    lambda source, *others: source != "shards" and READS_TEXT.holds(source, *others),
+    remedy='set {0} = "text", or use `titanlike data prepare --prompt-field`',
+)
+READS_RECORDS = OnlyWith(
+    READS_TEXT.keys,
+    lambda source, *others: source not in ("shards", *GENERATED) or any(others),
+    values=("text", "stream", "chat", "preference"),
+)
+STREAMS = OnlyWith(
+    ("source",),
+    lambda source: source not in ("text", "shards", *GENERATED) and not is_chat_source(source),
+    values=("stream",),
+)
+PACKS_TEXT = OnlyWith(("source",), lambda source: not is_chat_source(source), values=("text", "shards"))
+MASKS = OnlyWith(
+    ("source", "evaluation.data"),
     lambda source, evaluation: not is_chat_source(source) or bool(evaluation),
-    "source", "evaluation.data", remedy="set {0} to plain text: chats are masked from each other in any case",
-)  # fmt: skip
+    values=("text", "shards", "stream"),
+)
 HOLDS_OUT = only_with("validation_path", "")
-HAS_SEQUENCES = only_with(
-    "source", "text", "shards", "chat", "preference", *GENERATED
-)  # a stream does not know all of them
-CACHES = only_if(
+HAS_SEQUENCES = OnlyWith(
+    ("source",), lambda source: source != "stream", values=("text", "shards", "chat", "preference")
+)
+CACHES = OnlyWith(
+    ("source", "validation_path", "evaluation.data", "distillation.top_k"),
     lambda source, *others: source not in ("shards", "stream", "synthetic") or any(others),
-    "source", "validation_path", "evaluation.data", "distillation.top_k", remedy="set {0} = \"text\"",
-)  # fmt: skip
+    values=("text", "chat", "preference"),
+)
 IS_FLOAT8 = only_with("scaling", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 SAVES = only_with("enabled", True)
 SKIPS = only_with("non_finite", "skip")
@@ -190,7 +202,7 @@ class Data:
     """Directory that caches the tokens of `text`. Default: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
     """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
-    workers: Annotated[int, Field(ge=1, le=1024), only_with("source", "stream")] = 4
+    workers: Annotated[int, Field(ge=1, le=1024), STREAMS] = 4
     """Threads that read a `stream`. The number does not change the batches."""
 
     @property
@@ -268,7 +280,7 @@ class Training:
     """Backend of scaled dot product attention. `auto` uses the first one available of `cudnn`, `flash`, `efficient` and `math`;
     on GPUs before Hopper, `flash` is the first. `flash3` and `flash4` are FlashAttention 3 and 4, if their packages are installed.
     With `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
-    loss_chunk: Annotated[NonNegative, only_with("float8.head", False)] = 4096
+    loss_chunk: NonNegative = 4096
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies. Each chunk reads and writes the float32 gradient of the LM head: smaller values are slower, those below a few
     hundred by far. 0 disables chunking."""
@@ -486,7 +498,7 @@ class Checkpoint:
     verify: Literal["content", "size"] = "content"
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
     very large checkpoint twice. From remote storage, `content` downloads files to the directory that TMPDIR names."""
-    export: Annotated[Literal["none", "float32", "bfloat16"], SAVES] = "none"
+    export: Literal["none", "float32", "bfloat16"] = "none"
     """Precision in which to export the model as a Hugging Face folder after the last step: `hf` in the run directory, or in
     `SM_MODEL_DIR` in a SageMaker job. Requires checkpoints in a local directory. `titanlike export` exports any checkpoint.
     `none` disables it."""
@@ -505,6 +517,8 @@ class Checkpoint:
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
         scheme, separator, _ = self.dir.partition("://")
+        if self.export != "none" and not self.enabled:
+            yield "checkpoint.export exports the last checkpoint, but checkpoint.enabled = false"
         if separator and scheme in ("memory", "http", "https", "data"):
             lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
             yield f"checkpoint.dir = {self.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
@@ -619,10 +633,10 @@ class Profiling:
     steps: Annotated[
         tuple[Positive, ...],
         only_if(
-            lambda steps, last: max(steps, default=0) <= last,
+            lambda steps, last: min(steps, default=0) <= last,
             "steps",
             "training.steps",
-            remedy="set {0} to at least the last of them",
+            remedy="set {0} to at least the first of them",
         ),
     ] = ()
     """Steps at which to begin a trace, such as `[10, 1000]`. Default: no traces, at no cost."""

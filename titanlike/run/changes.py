@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import validate
+from titanlike.config.effect import disabled_keys
 from titanlike.config.layout import BatchSizes
 from titanlike.config.sections import Schedule
 from titanlike.optim.schedule import learning_rate
@@ -56,6 +58,8 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     """
     before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
     differences = _differences(before, now.recipe)
+    for key in differences.keys() & _keys_without_effect(before, recipe):
+        del differences[key]
     for key, after in now.weights.items():
         if saved.weights.get(key) == after:
             differences.pop(key, None)  # the folder has moved
@@ -118,6 +122,14 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:
         inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
     return inexact
+
+
+def _keys_without_effect(before: dict[str, Any], recipe: PretrainRecipe) -> set[str]:
+    """Returns the keys that have no effect in one of two recipes. What disables them there is compared itself."""
+    recipes = [recipe]
+    with suppress(ValueError):  # a recipe of another version or architecture
+        recipes.append(validate(type(recipe), before))
+    return {each.key for one in recipes for each in disabled_keys(one)}
 
 
 def _allowing(refused: Collection[str]) -> str:

@@ -327,8 +327,10 @@ def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
         layout.shard * layout.context,
     )
     num_microbatches = training.num_microbatches(num_data_ranks)
-    if (rank := max(recipe.profiling.ranks, default=0)) >= (size := math.prod(layout.dimensions().values())):
-        yield f"profiling.ranks: rank {rank} does not exist in a run of {size} process{'es' if size > 1 else ''}; remove it"
+    profiling, size = recipe.profiling, math.prod(layout.dimensions().values())
+    if (profiling.steps or profiling.memory) and min(profiling.ranks, default=0) >= size:
+        processes = "1 process" if size == 1 else f"{size} processes"
+        yield f"profiling.ranks = {list(profiling.ranks)}: no such rank in a run of {processes}; use ranks below {size}"
     yield from recipe.model.expert_parallel_problems(layout.expert)
     if recipe.model.num_experts and any(group.optimizer == "muon" for group in _adamw_section(recipe).groups):
         from titanlike.run.option_problems import sharded_experts_problem

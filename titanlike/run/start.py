@@ -82,6 +82,7 @@ class Arguments:
                 ):  # launchers such as SageMaker's pass no positional arguments
                     paths.append(value)
                 elif name != environment.SAGEMAKER_OBJECTIVE and not name.startswith("sagemaker_"):
+                    self.overrides.pop(name, None)  # the order of the options matters
                     self.overrides[name] = value
         refuse_control_characters({f"--{name}": value for name, value in self.overrides.items()})
         if self.hardware and not self.check:
@@ -153,7 +154,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
         )
     if ranks.rank == 0:
-        for warning in (*ignored, *_ignored_program(program, arguments.recipe), *_rounded_steps(recipe)):
+        traces = _missing_traces(recipe, arguments.check or ranks.world_size)
+        for warning in (*ignored, *_ignored_program(program, arguments.recipe), *_rounded_steps(recipe), *traces):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
@@ -273,6 +275,16 @@ def _ignored_program(program: Path, recipe: Path) -> Iterator[str]:
             f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
             f'recipe = "{beside.stem}" in the recipe'
         )
+
+
+def _missing_traces(recipe: PretrainRecipe, num_processes: int) -> Iterator[str]:
+    """Yields a warning for the steps and the ranks of `[profiling]` that the run does not have, beside others that it has."""
+    for key, values, end in (
+        ("steps", recipe.profiling.steps, recipe.training.steps + 1),
+        ("ranks", recipe.profiling.ranks, num_processes),
+    ):
+        if missing := [value for value in values if value >= end]:
+            yield f"profiling.{key}: the run does not have {', '.join(map(str, missing))}, but {key} up to {end - 1}"
 
 
 def _rounded_steps(recipe: PretrainRecipe) -> Iterator[str]:

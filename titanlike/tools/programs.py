@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
+from titanlike.config.effect import idle_keys
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.mlm import MlmRecipe
 from titanlike.config.seq2seq import Seq2SeqRecipe
@@ -45,6 +47,17 @@ def load_known(
         return load(SHIPPED[program], path, values, on_ignored=on_ignored)
     arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
     return known_sections(run_program(program, *arguments, "--resolved"))
+
+
+def effective_overrides(path: Path, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Returns overrides of a shipped program's recipe without those that have no effect beside the others, as a trial of a sweep
+    may have."""
+    idle: set[str] = set()
+    with suppress(UserError):  # reported where the recipe is used
+        if program_of(path, overrides.get("recipe")) in SHIPPED:
+            idle = {each.key for each in idle_keys(load_known(path, overrides))} & overrides.keys()
+    kept = {key: value for key, value in overrides.items() if key not in idle}
+    return effective_overrides(path, kept) if idle else kept
 
 
 def run_program(program: Path, *arguments: str) -> str:

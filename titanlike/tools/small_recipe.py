@@ -98,6 +98,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     }
     if has_pairs:
         changes |= {"data.source": "synthetic_preference", "data.path": "", "data.mixture": [], "data.weights": []}
+        changes["data.document_masks"] = False  # pairs are separated in any case
     changes |= {"seq2seq.target_len": 0, "seq2seq.source_prefix": "", "mlm.mask_token": ""}
     if "lora" in values:
         changes["lora.layers"] = _present(values["lora"].get("layers", []), changes["model.num_layers"])
@@ -171,7 +172,9 @@ def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int
     for name in ("ffn_dim", "dense_ffn_dim"):
         if small[name] % tensor:
             small[name] = model[name]
-    return {key: value for key, value in small.items() if key in model}
+    unused = [] if small["sliding_window"] else ["sliding_window_pattern", "global_attention_every"]
+    unused += [] if small["num_dense_layers"] else ["dense_ffn_dim"]
+    return {key: value for key, value in small.items() if key in model and key not in unused}
 
 
 def _changed_keys(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
-from titanlike.tools.programs import SHIPPED, load_known, recipe_types, run_program
+from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, recipe_types, run_program
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
@@ -325,7 +325,7 @@ def _problem(plan: SweepPlan, overrides: Mapping[str, str]) -> str:
     try:
         program, processes = program_of(plan.recipe), plan.num_processes()
         if program in SHIPPED:
-            recipe = load(SHIPPED[program], plan.recipe, overrides)
+            recipe = load(SHIPPED[program], plan.recipe, effective_overrides(plan.recipe, overrides))
             if plan.sweep.resources.backend != "sagemaker" or plan.sweep.resources.processes_per_trial:
                 check_recipe(recipe, processes)
             if plan.sweep.resources.backend == "local":

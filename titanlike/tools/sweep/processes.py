@@ -16,6 +16,7 @@ from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import launch_config
+from titanlike.tools.programs import effective_overrides
 from titanlike.tools.sweep.config import JOB_OF_TRIAL, Resources, SweepPlan
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus
@@ -110,7 +111,8 @@ def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> li
     own = {"run.dir": str(plan.path), "run.name": plan.run_name(number)}
     if plan.known.checkpoint.dir and resources.backend != "sagemaker":
         own["checkpoint.dir"] = f"{plan.known.checkpoint.dir.rstrip('/')}/{plan.sweep.name}"
-    overrides = [f"--{key}={value}" for key, value in {**own, **settings}.items()]
+    effective = effective_overrides(plan.recipe, {**own, **settings})
+    overrides = [f"--{key}={value}" for key, value in effective.items()]
     recipe = str(plan.path / "recipe.toml")
     if resources.backend == "sagemaker":
         return [sys.executable, str(JOB_OF_TRIAL), recipe, *resources.options, *overrides]
