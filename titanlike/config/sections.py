@@ -50,16 +50,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
-# Conditions of several fields. A source that only a program of its own knows may have any of them.
+# Conditions of several fields. A program may define a source of its own, which may read all of them.
 READS_FILES = OnlyWith(
     ("source",), lambda source: source not in GENERATED, values=("text", "shards", "stream", "chat", "preference")
 )
 READS_TEXT = OnlyWith(
     ("source", "validation_path", "evaluation.data"),
     lambda source, validation, evaluation: (
-        (source not in ("shards", *GENERATED) and not is_chat_source(source))
-        or (bool(validation) and not is_chat_source(source))
-        or bool(evaluation)
+        bool(evaluation) or (not is_chat_source(source) and (source not in ("shards", *GENERATED) or bool(validation)))
     ),
     values=("text", "stream"),
 )
