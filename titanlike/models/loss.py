@@ -8,6 +8,7 @@ float32 weight; for a bfloat16 weight it is cast, and both exist for a moment.
 Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -223,10 +224,11 @@ def means_of(
     Args:
         key: sets how much of the data is read.
     """
-    *sums, number = torch.cat((totals, count[None].to(totals))).tolist()
-    if not number:
+    count = count[None].to(totals)
+    *means, number = torch.cat((totals / count, count)).tolist()
+    if not number and any(map(math.isnan, means)):
         raise UserError(f"{data} has {NO_LABEL}; increase {key}, or give other data")
-    return [each / number for each in sums]
+    return means
 
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool = False) -> Tensor:
