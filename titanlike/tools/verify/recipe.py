@@ -132,7 +132,8 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
             if done.returncode == 2:  # a mistake in the recipe, not a difference
                 raise UserError(f"the small version of the recipe is refused: {_message(done)}")
             if done.returncode:
-                print(done.stderr.strip()[-4000:], file=sys.stderr)
+                text = done.stderr.strip()  # a crash is named first, and what it does to other ranks last
+                print(text if len(text) < 8000 else f"{text[:4000]}\n...\n{text[-4000:]}", file=sys.stderr)
                 print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
                 sys.exit(1)
             results.append(Result.of(Path(folder, name)))
