@@ -19,7 +19,8 @@ if __name__ == "__main__":
 
 import torch
 
-from titanlike.data.batches import chats, dataloaders, pairs
+from titanlike.data.batches import chats, dataloaders
+from titanlike.data.batches.openers import opener_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -57,7 +58,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, open_sources=pairs.open_sources, **mesh.data_shard(training.seq_len),
+        vocab_size=recipe.model.vocab_size, device=device, open_sources=opener_of(recipe), **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(
         recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,

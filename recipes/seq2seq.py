@@ -19,7 +19,8 @@ if __name__ == "__main__":
 
 import torch
 
-from titanlike.data.batches import dataloaders, seq2seq
+from titanlike.data.batches import dataloaders
+from titanlike.data.batches.openers import opener_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -57,9 +58,7 @@ def main(recipe: Seq2SeqRecipe, device: torch.device, watchdog: Watchdog) -> Non
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, device=device, **mesh.data_shard(training.seq_len),
-        open_sources=seq2seq.opener(
-            recipe.seq2seq, vocab_size=recipe.model.vocab_size, start=recipe.decoder_start_token, target_len=recipe.target_len
-        ),
+        open_sources=opener_of(recipe),
     )  # fmt: skip
 
     # Whether to resume is decided before anything is built or written.

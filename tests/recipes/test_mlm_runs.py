@@ -15,7 +15,7 @@ from tests.launching import ROOT, SMALL, python, run, start, wait_for
 from titanlike.config.load import load
 from titanlike.config.mlm import MlmRecipe
 from titanlike.data.batches.loader import BatchLoader
-from titanlike.data.batches.masked_tokens import opener
+from titanlike.data.batches.openers import opener_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
@@ -45,7 +45,10 @@ def test_the_debug_recipe_learns_to_predict_masked_tokens(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(tmp_path: Path) -> None:
-    whole = run(tmp_path, DEBUG, **TINY | {"run.name": "whole", "checkpoint.export": "float32"})
+    whole = run(
+        tmp_path, DEBUG, variables={"TITANLIKE_BATCH_RECORD": str(tmp_path)},
+        **TINY | {"run.name": "whole", "checkpoint.export": "float32"},
+    )  # fmt: skip
     assert whole.returncode == 0, whole.stderr
     killed = start(tmp_path, None, DEBUG, **TINY | {"run.name": "killed"})
     wait_for(tmp_path / "runs/killed/checkpoints/step-00000008")
@@ -57,7 +60,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(t
     # The same held-out tokens, masked in the same way.
     recipe = load(MlmRecipe, tmp_path / "runs/whole/recipe.toml")
     training = recipe.training
-    sources = opener(recipe.mlm, recipe.model.vocab_size)(
+    sources = opener_of(recipe)(
         recipe.data, build_tokenizer(recipe.tokenizer), seq_len=training.seq_len, global_batch_size=training.global_batch_size,
         seed=recipe.run.seed, validate=True,
     )  # fmt: skip
@@ -65,6 +68,13 @@ def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(t
         sources.validation, global_batch_size=training.global_batch_size, local_batch_size=4, data_rank=0, num_data_ranks=1,
         seed=0, device=torch.device("cpu"),
     )  # fmt: skip
+    # `titanlike data inspect` opens what the run has read.
+    BatchLoader(
+        sources.training, global_batch_size=training.global_batch_size, local_batch_size=4, data_rank=0, num_data_ranks=1,
+        seed=0, device=torch.device("cpu"), record=tmp_path / "inspected",
+    ).microbatches(1)  # fmt: skip
+    read_by_run, inspected = (next(tmp_path.glob(f"{kind}.*")).read_text() for kind in ("training", "inspected"))
+    assert read_by_run.splitlines()[0] == inspected.strip()
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "runs/whole/hf").eval()
     losses, correct, count = 0.0, 0, 0
     for microbatches in held_out.first_batches(recipe.validation.batches):

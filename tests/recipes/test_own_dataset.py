@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.launching import ROOT, SMALL, losses, records, run
+from tests.launching import ROOT, SMALL, losses, python, records, run
 from tests.programs import edited
 
 
@@ -33,6 +33,10 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
         "run.name": "run", "checkpoint.interval": "3", "validation.interval": "3", "validation.batches": "2",
     }  # fmt: skip
 
+    inspected = python(tmp_path, "-m", "titanlike.tools.cli.main", "data", "inspect", "mine.toml")
+    assert inspected.stdout.startswith(
+        "note    mine.py may open other data: this is what the keys of the recipe name\n"
+    )
     first = run(tmp_path, "mine.toml", **options)
     assert first.returncode == 0, first.stderr
     assert "24 sequences of a user's loader" in first.stdout

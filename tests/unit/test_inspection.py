@@ -2,19 +2,28 @@
 
 import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.mlm import MlmRecipe
 from titanlike.config.sections import Tokenizer
+from titanlike.config.seq2seq import Seq2SeqRecipe
+from titanlike.data.batches.openers import opener_of
+from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
 from titanlike.tools.cli.main import main
 from titanlike.tools.data.inspection import inspect_recipe
 from titanlike.tools.data.prepare import prepare
+from titanlike.tools.programs import SHIPPED
 
-DEBUG = Path(__file__).parents[2] / "train_configs/debug.toml"
+DEBUG, SEQ2SEQ, MLM = (
+    Path(__file__).parents[2] / f"train_configs/{name}.toml" for name in ("debug", "seq2seq_debug", "mlm_debug")
+)
 
 
 @pytest.fixture
@@ -62,6 +71,56 @@ def test_documents_separators_and_prompts_have_distinct_styles(tokens: Path) -> 
     )
     assert "\x1b" not in plain.getvalue()
     assert ". <eos>is it " in plain.getvalue()
+
+
+def shown(recipe: PretrainRecipe, **options: Any) -> str:
+    """Returns what is printed of the first sequence of step 1."""
+    console = Console(file=io.StringIO(), soft_wrap=True, width=10_000)
+    inspect_recipe(recipe, step=1, rank=0, ranks=1, limit=1, validation=False, console=console, **options)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_corrupted_spans_and_what_they_replace_are_the_text(tmp_path: Path) -> None:
+    """Each sentinel of the input, replaced by what follows it in the labels, gives the sequence of the text."""
+    text = "".join(f"{number}, " for number in range(5000))
+    (tmp_path / "numbers.txt").write_text(text)
+    keys = {"data.source": "text", "data.path": str(tmp_path / "numbers.txt"), "data.cache": str(tmp_path)}
+    _, inputs, labels = re.split(r"sequence 0 .*\n|\nlabels\n", shown(load(Seq2SeqRecipe, SEQ2SEQ, keys)))
+    spans = re.split(r"(<extra_id_\d+>)", labels.split("<eos>")[0])
+    assert len(spans) > 10 and inputs.endswith("<eos>")
+    for name, span in zip(spans[1::2], spans[2::2], strict=True):
+        assert inputs.count(name) == 1
+        inputs = inputs.replace(name, span)
+    assert inputs.removesuffix("<eos>") in text
+
+
+def test_pairs_of_texts_are_shown_as_inputs_and_labels(tmp_path: Path) -> None:
+    records = [{"prompt": f"{number}?", "text": f"{number}!"} for number in range(100, 110)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    keys = {
+        "data.source": "text", "data.path": str(tmp_path / "pairs.jsonl"), "data.cache": str(tmp_path),
+        "data.prompt_field": "prompt", "data.holdout_every": "0", "validation.interval": "0", "training.seq_len": "64",
+    }  # fmt: skip
+    _, inputs, labels = re.split(r"sequence 0 .*\n|\nlabels\n", shown(load(Seq2SeqRecipe, SEQ2SEQ, keys)))
+    assert inputs == "".join(f"{number}?<eos>" for number in range(100, 110))
+    assert labels.split("\n")[0] == "".join(f"{number}!<eos>" for number in range(100, 110))
+
+
+def test_masked_tokens_and_their_labels(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("a" * 5000)
+    keys = {"data.source": "text", "data.path": str(tmp_path / "letters.txt"), "data.cache": str(tmp_path)}
+    _, inputs, labels = re.split(r"sequence 0 .*\n|\nlabels\n", shown(load(MlmRecipe, MLM, keys)))
+    runs, num_masks = labels.split("\n")[0].split(), inputs.count("<mask>")
+    assert "…" in runs and set("".join(runs)) == {"…", "a"}  # all labels are the text's
+    assert 1 < num_masks < "".join(runs).count("a") < 40 and len(inputs) == 128 + num_masks * (len("<mask>") - 1)
+
+
+@pytest.mark.parametrize("program", SHIPPED, ids=lambda program: program.stem)
+def test_programs_read_what_is_shown(program: Path) -> None:
+    """`recipes/pretrain.py` leaves `open_sources` at its default, and the others pass on what is inspected."""
+    assert ("open_sources=opener_of(recipe)" in program.read_text()) == (program.stem != "pretrain")
+    if program.stem == "pretrain":
+        assert opener_of(PretrainRecipe()) is open_sources
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(tokens: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,8 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
     section = Data(
         source="text", path=str(file), prompt_field="en", text_field="de", holdout_every=5, cache=str(tmp_path)
     )
-    opening = seq2seq.opener(Seq2Seq(source_prefix="translate: "), vocab_size=VOCAB, start=START, target_len=16)
+    shape: dict[str, Any] = dict(vocab_size=VOCAB, start=START, target_len=16)
+    opening = partial(seq2seq.open_sources, seq2seq=Seq2Seq(source_prefix="translate: "), **shape)
     options: dict[str, Any] = dict(seq_len=40, global_batch_size=2, seed=0, validate=True)
     found = opening(section, BYTES, **options)
     held_out = found.validation.read(1, range(2))
@@ -199,7 +201,7 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
     }
     assert texts == {f"translate: text {n}" for n in (4, 9, 14, 19)}
     # A changed prefix is other data.
-    other = seq2seq.opener(Seq2Seq(), vocab_size=VOCAB, start=START, target_len=16)(section, BYTES, **options)
+    other = seq2seq.open_sources(section, BYTES, seq2seq=Seq2Seq(), **shape, **options)
     assert other.training.fingerprint != found.training.fingerprint
     file.write_text(json.dumps({"en": "text", "de": ""}) + "\n")
     with pytest.raises(UserError, match="no text in the field 'de'; its fields are en, de"):

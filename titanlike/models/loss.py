@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.config import UserError
+from titanlike.models.base_config import IGNORE as IGNORE
 from titanlike.utils.compat import all_reduce
 
 if TYPE_CHECKING:
     from titanlike.models.loss_terms import LossTerms
 
-IGNORE = -100  # label of a token that does not contribute to the loss
 NO_LABEL = "no label: all its tokens are of prompts or padding, or not masked (data.prompt_field, mlm.mask_probability)"
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 

@@ -1,8 +1,5 @@
 """Masked tokens, which an encoder predicts: a function of the seed, the sequence and the position in it."""
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 
 from titanlike.config import UserError
@@ -15,16 +12,11 @@ from titanlike.data.batches.derived_source import DerivedSource
 from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.models.loss import IGNORE
+from titanlike.models.base_config import IGNORE
 from titanlike.utils.counter_rng import token_bits
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the predicted tokens: replaced by the mask token, and by a random token
 MASK_NAMES = ("[MASK]", "<mask>")
-
-
-def opener(masking: MaskedTokens, model_vocab_size: int) -> Callable[..., Sources]:
-    """Returns `open_sources` of `build_dataloaders` for masked tokens."""
-    return partial(open_sources, masking=masking, model_vocab_size=model_vocab_size)
 
 
 def open_sources(

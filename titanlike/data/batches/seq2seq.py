@@ -17,15 +17,10 @@ from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.text_pairs import open_text_pairs
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.models.loss import IGNORE
+from titanlike.models.base_config import IGNORE
 
 OPEN_BINS = 64  # sequences that the next pair may join
 PADDING = -1  # the number of the pair of padding in an input
-
-
-def opener(section: Seq2Seq, *, vocab_size: int, start: int, target_len: int) -> Callable[..., Sources]:
-    """Returns `open_sources` of `build_dataloaders` for inputs and targets. `start` is the token that the decoder starts with."""
-    return partial(open_sources, seq2seq=section, vocab_size=vocab_size, start=start, target_len=target_len)
 
 
 def open_sources(
@@ -43,7 +38,7 @@ def open_sources(
     batch_ramp: Ramp = (),
 ) -> Sources:
     """Opens text as `sources.open_sources` does, and corrupts spans of it; the same spans of held-out text each time. With
-    `data.prompt_field`, it opens pairs."""
+    `data.prompt_field`, it opens pairs. `start` is the token that the decoder starts with."""
     if tokenizer.eos is None:
         raise UserError("tokenizer.special = 'bos': inputs and targets end with an EOS token; set it to 'eos'")
     if section.prompt_field:

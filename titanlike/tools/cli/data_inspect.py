@@ -7,9 +7,9 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
-from titanlike.run.start import Arguments
+from titanlike.run.start import Arguments, program_of
 from titanlike.tools.arguments import non_negative_int, positive_int
-from titanlike.tools.programs import load_known
+from titanlike.tools.programs import SHIPPED, load_known
 
 DESCRIPTION = """\
 Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
@@ -68,6 +68,11 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
             if getattr(arguments, name):
                 raise UserError(f"--{name} requires a folder of token shards; {arguments.path} is a recipe")
         command_line = Arguments([arguments.path, *overrides])
+        program = program_of(command_line.recipe, command_line.overrides.get("recipe"))
+        if program not in SHIPPED and "open_sources" in program.read_text().replace("open_sources=opener_of(", ""):
+            console.print(
+                f"note    {program.name} may open other data: this is what the keys of the recipe name", markup=False
+            )
         inspect_recipe(
             load_known(command_line.recipe, command_line.overrides),
             step=arguments.step,

@@ -2,25 +2,29 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import BatchSizes
-from titanlike.data.batches import chats, pairs
-from titanlike.data.batches.packed_dataset import SequenceBatch, separate_documents
+from titanlike.data.batches.masked_tokens import MaskedSource
+from titanlike.data.batches.openers import opener_of
+from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
+from titanlike.data.batches.span_corruption import SpanCorruptedSource
 from titanlike.data.tokens.shards import Shards, read_manifest, totals
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.models.base_config import IGNORE
 from titanlike.tools.data.quality.report import read_report, render_report
 
 DOCUMENT_COLORS = ("default", "cyan")  # alternating
 SEPARATOR_STYLE = "bold black on yellow"
+NO_LABEL = " … "
 
 
 def inspect_recipe(
@@ -37,8 +41,7 @@ def inspect_recipe(
     if step > training.steps and not validation:
         raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
-    open_sources: Any = pairs.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
-    data = open_sources(
+    data = opener_of(recipe)(
         recipe.data,
         tokenizer,
         seq_len=training.seq_len,
@@ -62,7 +65,7 @@ def inspect_recipe(
         markup=False,
         highlight=False,
     )
-    for text in _render(batch, tokenizer, limit):
+    for text in _render(batch, tokenizer, _names(source, tokenizer), limit):
         console.print(text)
     if num_rows > limit:
         console.print(f"\n{num_rows - limit} more; --sequences {num_rows} shows all")
@@ -110,23 +113,50 @@ def shards_as_json(path: str, *, verify: bool) -> str:
     return json.dumps(values, indent=1)
 
 
-def _render(batch: SequenceBatch, tokenizer: Tokenizer, limit: int) -> Iterator[Text]:
-    """Yields sequences as text: documents in alternating colors, prompts dim, separators highlighted."""
-    names = {tokenizer.eos: "<eos>", tokenizer.bos: "<bos>"}
-    tokens = batch.tokens[:limit, :-1]
-    if batch.document_ids is None:
+def _names(source: BatchSource, tokenizer: Tokenizer) -> dict[int | None, str]:
+    """Returns the names of tokens that are highlighted, some of which the tokenizer does not have."""
+    names = {tokenizer.eos: "<eos>", tokenizer.bos: "<bos>", IGNORE: NO_LABEL}
+    if isinstance(source, MaskedSource):
+        names[source.mask] = "<mask>"
+    if isinstance(source, SpanCorruptedSource):
+        names |= {token: f"<extra_id_{number}>" for number, token in enumerate(source.sentinels.tolist())}
+    return names
+
+
+def _render(batch: SequenceBatch, tokenizer: Tokenizer, names: Mapping[int | None, str], limit: int) -> Iterator[Text]:
+    """Yields sequences as text: documents in alternating colors, prompts dim, separators highlighted. Labels that are not the next
+    tokens follow, without what has no label."""
+    arrays = dict(batch.others)
+    tokens, labels = batch.tokens[:limit, :-1], arrays.get("labels", batch.labels)
+    document_ids = arrays.get("document_ids", batch.document_ids)
+    if document_ids is None:
         document_ids = separate_documents(tokens, tokenizer.separator)
-    else:
-        document_ids = batch.document_ids[:limit, :-1]
     loss_mask = np.ones(tokens.shape, bool) if batch.loss_mask is None else batch.loss_mask
     for row, sequence_id in enumerate(batch.sequence_ids[:limit]):
-        count = len(np.unique(document_ids[row]))
+        documents = document_ids[row, : tokens.shape[1]]
+        is_text = documents >= 0  # not padding of pairs
+        count = len(np.unique(documents[is_text]))
         text = Text("\n")
         text.append(f"sequence {sequence_id}  ", style="bold")
         text.append(f"{count} document{'s' * (count > 1)}\n", style="default")
-        columns = zip(tokens[row].tolist(), document_ids[row].tolist(), loss_mask[row].tolist(), strict=False)
-        for (name, document, is_label), run in itertools.groupby(columns, lambda c: (names.get(c[0]), c[1], c[2])):
-            ids = [token for token, _, _ in run]
-            style = f"{DOCUMENT_COLORS[document % 2]}{'' if is_label else ' dim'}"
-            text.append(name * len(ids) if name else tokenizer.decode(ids), style=SEPARATOR_STYLE if name else style)
+        columns = (each[is_text] for each in (tokens[row], documents, loss_mask[row, : len(documents)]))
+        _append(text, tokenizer, names, *columns)
+        if labels is not None:
+            text.append("\nlabels\n", style="bold")
+            last = np.flatnonzero(labels[row] != IGNORE).max(initial=-1)
+            found = labels[row, : last + 1]
+            of_labels = arrays.get("decoder_document_ids", np.zeros_like(labels))[row]
+            _append(text, tokenizer, names, found, of_labels, np.ones(len(found), bool))
         yield text
+
+
+def _append(text: Text, tokenizer: Tokenizer, names: Mapping[int | None, str], *columns: npt.NDArray[Any]) -> None:
+    """Appends tokens, given with the numbers of their documents and whether they are labels."""
+    rows = zip(*(column.tolist() for column in columns), strict=False)
+    for (name, document, is_label), run in itertools.groupby(rows, lambda row: (names.get(row[0]), *row[1:])):
+        ids = [token for token, *_ in run]
+        style = f"{DOCUMENT_COLORS[document % 2]}{'' if is_label else ' dim'}"
+        if name == NO_LABEL:
+            text.append(NO_LABEL, style="dim")
+        else:
+            text.append(name * len(ids) if name else tokenizer.decode(ids), style=SEPARATOR_STYLE if name else style)
