@@ -19,8 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
-from titanlike.data.batches import dataloaders
-from titanlike.data.batches.openers import opener_of
+from titanlike.data.batches import dataloaders, openers
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -58,7 +57,7 @@ def main(recipe: Seq2SeqRecipe, device: torch.device, watchdog: Watchdog) -> Non
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, device=device, **mesh.data_shard(training.seq_len),
-        open_sources=opener_of(recipe),
+        open_sources=openers.opener_of(recipe),
     )  # fmt: skip
 
     # Whether to resume is decided before anything is built or written.

@@ -118,7 +118,7 @@ def test_masked_tokens_and_their_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", SHIPPED, ids=lambda program: program.stem)
 def test_programs_read_what_is_shown(program: Path) -> None:
     """`recipes/pretrain.py` leaves `open_sources` at its default, and the others pass on what is inspected."""
-    assert ("open_sources=opener_of(recipe)" in program.read_text()) == (program.stem != "pretrain")
+    assert ("open_sources=openers.opener_of(recipe)" in program.read_text()) == (program.stem != "pretrain")
     if program.stem == "pretrain":
         assert opener_of(PretrainRecipe()) is open_sources
 

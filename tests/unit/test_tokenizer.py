@@ -3,6 +3,7 @@
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -10,6 +11,7 @@ import tokenizers
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.tokenizer import Separator, Tokenizer, build_tokenizer
+from titanlike.interop.tokenizer_files import tokenizer_files
 
 BYTES = build_tokenizer(Section(), 320)
 
@@ -129,6 +131,37 @@ def test_fingerprints_differ_between_tokenizers(trained: Path) -> None:
     values["model"]["merges"] = values["model"]["merges"][:-1]
     file.write_text(json.dumps(values))
     assert len({*fingerprints, build(str(trained)).fingerprint}) == 5
+
+
+def test_a_difference_between_tokenizers_is_found(trained: Path) -> None:
+    """Also one that no common text shows."""
+    original, content = build(str(trained)), json.loads((trained / "tokenizer.json").read_text())
+    other = trained / "other.json"
+
+    def difference(**changes: Any) -> str:
+        other.write_text(json.dumps(content | changes))
+        return original.difference(build(str(other)))
+
+    model, added = content["model"], content["added_tokens"]
+    assert difference() == ""
+    swapped = model["vocab"] | {"Ã": model["vocab"]["Å"], "Å": model["vocab"]["Ã"]}
+    assert difference(model=model | {"vocab": swapped}) == f"'Ã' has the id {swapped['Å']}, and {swapped['Ã']} there"
+    reordered = [*model["merges"][1::-1], *model["merges"][2:]]
+    assert difference(model=model | {"merges": reordered}) == "the merges differ"
+    assert difference(pre_tokenizer=content["pre_tokenizer"] | {"add_prefix_space": True}) == "text is split otherwise"
+    renamed = [added[0] | {"content": "<|other|>"}, *added[1:]]
+    vocab = {{"<|open|>": "<|other|>"}.get(token, token): number for token, number in model["vocab"].items()}
+    assert difference(added_tokens=renamed, model=model | {"vocab": vocab}) == "'<|open|>' has the id 0, and none there"
+    # A teacher may have further tokens.
+    further = added[0] | {"content": "<|further|>", "id": original.vocab_size}
+    assert difference(added_tokens=[*added, further]) == ""
+    assert build(str(other)).difference(original).startswith("'<|further|>' has the id")
+
+
+def test_an_exported_byte_pair_encoding_has_the_same_tokens(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_files(BYTES, 64)["tokenizer.json"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert BYTES.difference(build(str(tmp_path))) == build(str(tmp_path)).difference(BYTES) == ""
 
 
 def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

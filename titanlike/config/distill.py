@@ -92,7 +92,9 @@ class DistillRecipe(FinetuneRecipe):
                 f"teacher.vocab_size = {teacher.vocab_size} differs from model.vocab_size = {model.vocab_size}; the KL divergence "
                 "compares the same tokens, so use a teacher with the tokenizer and the vocabulary of the model"
             )
-        if not teacher.causal:
+        if teacher.is_encoder_decoder:
+            yield f"teacher.name = {teacher.name!r} has an encoder and a decoder, which read two texts; use a decoder"
+        elif not teacher.causal:
             yield f"teacher.name = {teacher.name!r} is an encoder, which does not predict the next token; use a decoder"
         if self.training.seq_len > teacher.max_seq_len:
             yield (

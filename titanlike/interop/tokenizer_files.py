@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titanlike.data.tokens.tokenizer import Tokenizer, files_of
+from titanlike.data.tokens.tokenizer import Tokenizer, byte_letters, files_of
 from titanlike.utils.files import read_regular
 
 # Files beside a tokenizer.json that belong to the tokenizer.
@@ -49,7 +49,7 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns a tiktoken encoding as the content of a `tokenizer.json`."""
     encoding: Any = tokenizer.codec
     ranks: Mapping[bytes, int] = encoding.encoding._mergeable_ranks
-    letters = _byte_letters()
+    letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -148,10 +148,3 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
             break
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts
-
-
-def _byte_letters() -> list[str]:
-    """Returns the character that byte-level tokenizers write for each byte: itself if it is visible, else one from 256 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

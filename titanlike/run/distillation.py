@@ -30,11 +30,6 @@ from titanlike.run.second_model import build_frozen_model
 if TYPE_CHECKING:
     from titanlike.models.top_k_loss import TopK
 
-# Of several scripts, with spaces, digits and code: another tokenizer divides it otherwise.
-PROBE = (
-    "def f(x):\n    return x**2  # 3.14159, 2026\n\nThe quick brown fox; Größe, naïveté, 東京, Москва, 🙂!\t  <tag/>\n"
-)
-
 Logits = Callable[[Batch], AbstractContextManager[TeacherLogits]]
 Targets = Callable[[Batch], "AbstractContextManager[TeacherLogits | TopK]"]
 
@@ -88,10 +83,10 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
     elif not Path(weights.path, "tokenizer.json").is_file():
         return
     other = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
-    if other.encode(PROBE).tolist() != tokenizer.encode(PROBE).tolist():
+    if difference := tokenizer.difference(other):
         raise UserError(
-            f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which encodes text otherwise "
-            f"than tokenizer.encoding = {tokenizer.section.encoding!r}; {remedy}"
+            f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which is not that of "
+            f"tokenizer.encoding = {tokenizer.section.encoding!r}: {difference}; {remedy}"
         )
 
 

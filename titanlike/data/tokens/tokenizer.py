@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,11 @@ COMMON_NAMES = {
     "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofprompt|>", "[SEP]"),
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>", "[CLS]"),
 }
+
+# Of several scripts, with spaces, digits and code: a tokenizer that splits text otherwise has other tokens for it.
+PROBE = (
+    "def f(x):\n    return x**2  # 3.14159, 2026\n\nThe quick brown fox; Größe, naïveté, 東京, Москва, 🙂!\t  <tag/>\n"
+)
 
 TokenIDs = npt.NDArray[np.uint32]
 
@@ -73,6 +79,18 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash that is equal for tokenizers that produce the same tokens."""
         return hashlib.sha256(self.codec.identity + repr((self.bos, self.eos)).encode()).hexdigest()[:16]
+
+    def difference(self, other: "Tokenizer") -> str:
+        """Returns the first difference that makes tokens of this tokenizer others in another one; "" if there is none. The other
+        one may have more tokens."""
+        tokens = other.codec.tokens
+        for token, number in self.codec.tokens.items():
+            if tokens.get(token) != number:
+                return f"{shown(repr(token))} has the id {number}, and {tokens.get(token, 'none')} there"
+        merges = self.codec.merges, other.codec.merges
+        if None not in merges and merges[0] != merges[1]:
+            return "the merges differ"
+        return "" if self.encode(PROBE).tolist() == other.encode(PROBE).tolist() else "text is split otherwise"
 
     def encode(self, text: str) -> TokenIDs:
         """Encodes a text. Names of special tokens in it are encoded as plain text."""
@@ -124,6 +142,7 @@ class _TiktokenCodec:
     """A tiktoken encoding."""
 
     eos, bos = "<|endoftext|>", ""
+    merges = None  # those of the ranks
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
@@ -137,6 +156,13 @@ class _TiktokenCodec:
             for token, number in sorted(table.items(), key=lambda item: item[1]):
                 digest.update(f"{token!r} {number} ".encode())
         return digest.digest()
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """All tokens, spelled as in a `tokenizer.json`."""
+        letters = byte_letters()
+        ranks = self.encoding._mergeable_ranks.items()
+        return {"".join(letters[byte] for byte in token): rank for token, rank in ranks} | self.special
 
     def encode(self, text: str) -> TokenIDs:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -175,6 +201,18 @@ class _HuggingFaceCodec:
             raise UserError(f"{path}: the vocabulary is empty; give a tokenizer that has tokens")
         self.eos, self.bos = _names_of_special_tokens(path.with_name("tokenizer_config.json"))
         self.identity = self.tokenizer.to_str().encode()
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """All tokens."""
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    @property
+    def merges(self) -> Any:
+        """What decides between tokens of the same text: byte pairs in order, or the scores of a unigram model."""
+        model = json.loads(self.identity)["model"]
+        return model.get("merges", model["vocab"])
 
     def encode(self, text: str) -> TokenIDs:
         # The batch variant does not compute character offsets, which are not needed.
@@ -284,6 +322,13 @@ def _build_codec(encoding: str) -> _TiktokenCodec | _HuggingFaceCodec:
             f"tokenizer.encoding = {encoding!r}: tiktoken cannot download it ({type(error).__name__}); connect this machine to "
             f"the network, or download {file} and set TIKTOKEN_CACHE_DIR to its folder"
         ) from None
+
+
+def byte_letters() -> list[str]:
+    """Returns the character that byte-level tokenizers write for each byte: itself if it is visible, else one from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _codec_from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: list[str]) -> _TiktokenCodec:
