@@ -15,6 +15,7 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Run
 from titanlike.distributed.environment import RankInfo
 from titanlike.run.start import Arguments, program_of, select_run_dir, start
+from titanlike.tools.data.train_tokenizer import train as train_tokenizer
 
 # Of the command line and the launch. tests/unit has those of recipes, layouts and variables.
 MISTAKES = [
@@ -173,6 +174,20 @@ def test_weights_in_bfloat16_without_stochastic_rounding_are_warned_of(
         assert done.stderr.endswith(SETTING.format(remedy)) and done.stderr.count("\n") == 1
     else:
         assert not done.stderr
+
+
+def test_a_tokenizer_that_is_not_that_of_the_initial_weights_is_warned_of(tmp_path: Path) -> None:
+    text, hf = tmp_path / "text.txt", tmp_path / "hf"
+    text.write_text("the cat and the dog and the end of the day\n" * 20)
+    hf.mkdir()
+    train_tokenizer([str(text)], hf / "tokenizer.json", vocab_size=270)
+    options = [str(ROOT / "train_configs/finetune_debug.toml"), "--check=1", f"--checkpoint.initial={hf}"]
+    done = run(tmp_path, *options)
+    assert done.returncode == 0 and done.stderr.startswith(
+        f"warning: tokenizer.encoding = 'bytes' is not the tokenizer in checkpoint.initial = '{hf}': 'Ā' has the id 0, and 188 "
+    )
+    assert done.stderr.endswith(f"there; its weights know other tokens; set tokenizer.encoding = '{hf}'\n")
+    assert not run(tmp_path, *options, f"--tokenizer.encoding={hf / 'tokenizer.json'}").stderr
 
 
 @pytest.mark.parametrize(

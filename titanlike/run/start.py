@@ -155,7 +155,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         )
     if ranks.rank == 0:
         traces = _missing_traces(recipe, arguments.check or ranks.world_size)
-        for warning in (*ignored, *_ignored_program(program, arguments.recipe), *_rounded_steps(recipe), *traces):
+        ignored += _ignored_program(program, arguments.recipe)
+        for warning in (*ignored, *_rounded_steps(recipe), *traces, *_other_tokenizer(recipe)):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
@@ -285,6 +286,22 @@ def _missing_traces(recipe: PretrainRecipe, num_processes: int) -> Iterator[str]
     ):
         if missing := [value for value in values if value >= end]:
             yield f"profiling.{key}: the run does not have {', '.join(map(str, missing))}, but {key} up to {end - 1}"
+
+
+def _other_tokenizer(recipe: PretrainRecipe) -> Iterator[str]:
+    """Yields a warning if the tokenizer is not that of the Hugging Face folder whose weights the run starts from."""
+    initial, encoding = recipe.checkpoint.initial, recipe.tokenizer.encoding
+    if not Path(initial, "tokenizer.json").is_file() or initial == encoding:
+        return
+    from titanlike.data.tokens.tokenizer import build_tokenizer  # slow to import
+
+    with suppress(UserError):  # reported where the tokenizer is used
+        tokenizer, other = (build_tokenizer(replace(recipe.tokenizer, encoding=name)) for name in (encoding, initial))
+        if difference := tokenizer.difference(other):
+            yield (
+                f"tokenizer.encoding = {encoding!r} is not the tokenizer in checkpoint.initial = {initial!r}: {difference}; its "
+                f"weights know other tokens; set tokenizer.encoding = {initial!r}"
+            )
 
 
 def _rounded_steps(recipe: PretrainRecipe) -> Iterator[str]:
