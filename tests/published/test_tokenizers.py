@@ -29,7 +29,7 @@ TEXTS = [
     "\ttabs\t\tand\t\t\tmore",
     "    four\n        eight\n            twelve",
     "def f(x):\n    return {'a': [x ** 2 for x in range(10)]}\n",
-    "<div class=\"a\">&nbsp;<br/></div>",
+    '<div class="a">&nbsp;<br/></div>',
     "SELECT * FROM t WHERE a >= 10 AND b != 'x';",
     "https://example.org/path?query=1&other=%20#fragment",
     "someone@example.org",
@@ -41,10 +41,10 @@ TEXTS = [
     "ALL CAPITALS AND lower and MiXeD",
     "antidisestablishmentarianism pneumonoultramicroscopicsilicovolcanoconiosis",
     "!!!???... --- ___ === ***",
-    "“curly” ‘quotes’ — dashes – and… ellipsis",
+    "“curly” ‘quotes’ — dashes – and… ellipsis",  # noqa: RUF001
     "Ärger über Größe, naïve façade, Łódź, İstanbul",
     "e\u0301 combined, é composed, \u0041\u030a",
-    "ﬁ ligature, ½ fraction, ² superscript, Ω ohm, Ａ full width",
+    "ﬁ ligature, ½ fraction, ² superscript, Ω ohm, Ａ full width",  # noqa: RUF001
     "Привет, как дела?",
     "Καλημέρα κόσμε",
     "שלום עולם",
