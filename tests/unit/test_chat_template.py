@@ -146,6 +146,18 @@ def test_answers_whose_renderings_continue_each_other_share_a_sequence(tokenizer
     assert found == ["(thought)1<|im_end|>(thought)3<|im_end|>", "(thought)5<|im_end|>(thought)6<|im_end|>"]
 
 
+def test_an_answer_may_change_the_rendering_of_the_answer_before_it(tokenizer: Tokenizer) -> None:
+    # As Qwen3's template does with two answers in a row: the prompt for the second one ends with a thought, its rendering has none.
+    source = UNMARKED.replace("message.content | trim", "('(thought)' if loop.last else '') + message.content | trim")
+    template = ChatTemplate(source, tokenizer)
+    turns = [TURNS[1], {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    [(tokens, labels)] = template.encode(Conversation(turns))
+    prompt = template.opening(turns[:2])
+    assert tokens[: len(prompt)].tolist() == prompt
+    assert tokenizer.codec.decode(prompt).endswith("(thought)a<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.codec.decode(tokens[labels].tolist()) == "(thought)a<|im_end|>(thought)b<|im_end|>"
+
+
 def test_a_prompt_that_its_answer_changes_is_refused(tokenizer: Tokenizer) -> None:
     source = UNMARKED.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>' }}")
     assert source != UNMARKED

@@ -177,13 +177,11 @@ class ChatTemplate:
                 continue
             prompt = self._render(messages[:number], tools, prompt=True)
             whole = self._render(messages[: number + 1], tools)
+            if not whole.startswith(prompt):
+                whole = prompt + self._answer_to(messages[:number], tools, prompt, whole)
             start = end = len(prompt)
-            if not whole.startswith(prompt) or not whole[start:].strip():
-                raise BadRecord(
-                    f"{self.name} renders the first {number} messages differently when an answer follows, so the assistant's part "
-                    "is not known; mark it with {% generation %} and {% endgeneration %} in a copy of the template, and set "
-                    "data.chat_template"
-                )
+            if not whole[start:].strip():
+                raise BadRecord(f"{self.name} writes nothing of message {number}; leave this record out")
             # White space after the last special token separates this turn from the next one.
             for special in self._special.finditer(whole, start):
                 end = special.end()
@@ -196,6 +194,18 @@ class ChatTemplate:
             done = whole[:end]
             texts.append(marked + whole[end:])
         return texts
+
+    def _answer_to(self, before: list[Message], tools: Any, prompt: str, whole: str) -> str:
+        """Returns the answer that ends a rendering which does not begin with the prompt: what follows the generation prompt."""
+        shorter = self._render(before, tools)
+        generation = prompt.removeprefix(shorter)
+        if prompt == generation or not generation or whole.count(generation) != prompt.count(generation):
+            raise BadRecord(
+                f"{self.name} renders the first {len(before)} messages differently when an answer follows, so the assistant's part "
+                "is not known; mark it with {% generation %} and {% endgeneration %} in a copy of the template, and set "
+                "data.chat_template"
+            )
+        return whole.rpartition(generation)[2]
 
     def _encode_parts(self, text: str) -> list[tuple[TokenIDs, Flags]]:
         """Encodes a rendered text with marks, part by part: a part is plain text, or text with special tokens."""
