@@ -87,7 +87,7 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
             return
     elif not Path(weights.path, "tokenizer.json").is_file():
         return
-    other = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    other = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     if other.encode(PROBE).tolist() != tokenizer.encode(PROBE).tolist():
         raise UserError(
             f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which encodes text otherwise "

@@ -142,7 +142,9 @@ def open_records(
     """Returns the tokens of the conversations or pairs in the records of files, from a folder of the cache if it has them. Besides
     the tokenizer, `identity` identifies how a record is encoded. `fields` returns the fields of the records encoded so far."""
     files = list_files(path)
-    key = hash_of([FORMAT, versions_of(files), identity, section.bad_records, tokenizer.fingerprint])
+    key = hash_of(
+        [FORMAT, versions_of(files), identity, section.bad_records, tokenizer.fingerprint, tokenizer.vocab_size]
+    )
     file = cache_folder(section.cache) / folder / f"{key}.npz"
 
     def write() -> None:

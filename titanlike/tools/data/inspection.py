@@ -36,7 +36,7 @@ def inspect_recipe(
         )
     if step > training.steps and not validation:
         raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
-    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     open_sources: Any = pairs.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
     data = open_sources(
         recipe.data,
