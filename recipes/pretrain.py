@@ -54,7 +54,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
 
     # Data: text to tokens to batches, which depend on the seed and the step, not on the layout.
     process_group.announce(f"reading data: {recipe.data.source}")
-    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     data = build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, num_next_tokens=recipe.model.num_mtp_layers, device=device,

@@ -200,7 +200,7 @@ def test_a_shard_that_is_damaged_while_it_is_read(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards")
     for number in range(40):
         folder = copy_of(tmp_path / "shards", tmp_path / "copy")
-        shards = Shards(str(folder), vocab_size=320)
+        shards = Shards(str(folder), tokenizer=build_tokenizer(Section()))
         dataset = PackedDataset(shards, 16)
         dataset.read(np.arange(3))
         name = random_.choice(sorted(path.name for path in folder.glob("train-*")))

@@ -2,6 +2,7 @@
 random changes of RoPE in a `config.json`: the folder is refused, or transformers computes the same."""
 
 import copy
+import ctypes
 import dataclasses
 import json
 import random
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
-from tests.interop.models import CONFIGS, ENCODERS, export_model, model_of
+from tests.interop.models import CONFIGS, ENCODERS, LLAMA, export_model, model_of
 from titanlike.config import UserError
 from titanlike.interop.hf_folder import config_problems, read_config
+from titanlike.interop.hf_folder import fields_of as recipe_fields
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import FAMILIES, all_configs, config_class
@@ -276,3 +278,32 @@ def test_a_run_continues_from_its_own_export() -> None:
     for config in (ModernBertConfig(num_layers=1, sliding_window=0), MixtralConfig(rope_theta=1e4), DeepseekV3Config()):
         found: Any = type(config).from_hugging_face(json.loads(json.dumps(config.to_hugging_face())))
         assert not config_problems("hf", found, config)
+
+
+def in_float32(values: Any) -> Any:
+    """Returns a `config.json` in which every number with a fraction is the double that equals it in float32."""
+    if isinstance(values, dict):
+        return {key: in_float32(value) for key, value in values.items()}
+    return ctypes.c_float(values).value if isinstance(values, float) else values
+
+
+def test_numbers_that_were_in_float32_are_those_of_the_published_configs() -> None:
+    """GGUF files hold numbers in float32, which transformers writes to a `config.json` with all digits."""
+    changed = 0
+    for kind in all_configs():
+        for size, fields in kind.sizes.items() if kind.hf_architecture else ():
+            config: Any = kind(size=size, **fields)
+            values = config.to_hugging_face()
+            found: Any = kind.from_hugging_face(in_float32(values))
+            changed += in_float32(values) != values
+            assert (found.name, found.size if fields else size) == (kind.name, size)
+            assert not config_problems("hf", found, config) and not config_problems("hf", config, found)
+            assert not fields or recipe_fields(found) == recipe_fields(kind.from_hugging_face(values))
+    assert changed > 40
+    twice = {"rope_theta": 12345.6, "rope_parameters": {"rope_type": "default", "rope_theta": in_float32(12345.6)}}
+    found = LLAMA.from_hugging_face(LLAMA.to_hugging_face() | twice)
+    assert not config_problems("hf", found, dataclasses.replace(LLAMA, rope_theta=12345.6))
+    values = in_float32(Gemma3Config(num_layers=6).to_hugging_face())
+    assert values["rms_norm_eps"] == 9.999999974752427e-07
+    with pytest.raises(ValueError, match=r"rms_norm_eps = 1.0001e-06 is not supported; only 1e-06 is"):
+        Gemma3Config.from_hugging_face(values | {"rms_norm_eps": 1.0001e-6})

@@ -113,6 +113,79 @@ def test_validation_has_conversations_that_training_does_not(tmp_path: Path) -> 
         open_chats(other, validate=True, holdout_every=50)
 
 
+# As templates of reasoning models do, it writes what was thought only in the last message.
+THINKING = (
+    "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else m.content[-1] }};{% endfor %}"
+    "{{ '>' if add_generation_prompt }}"
+)
+
+
+def test_documents_of_one_conversation_are_on_one_side(tmp_path: Path) -> None:
+    def turns(number: int, count: int) -> dict[str, Any]:
+        texts = [(f"q{number}", f">{number}") for _ in range(count)]
+        roles = ("user", "assistant")
+        return {
+            "messages": [
+                dict(role=role, content=text) for turn in texts for role, text in zip(roles, turn, strict=True)
+            ]
+        }
+
+    template = tmp_path / "template.jinja"
+    template.write_text(THINKING)
+    path = write(tmp_path / "chats.jsonl", *(turns(number, 1 + number % 3) for number in range(10, 40)))
+    options: Any = dict(chat_template=str(template), validate=True, holdout_every=5, seq_len=40)
+    sources: Any = open_chats(path, **options)
+    found = [set(conversations_of(source, 8)) for source in (sources.training, sources.validation)]
+    numbers = [{text[1:3] for text in side} for side in found]
+    assert numbers[1] == {"14", "19", "24", "29", "34", "39"} and len(numbers[0]) == 24 and not numbers[0] & numbers[1]
+    expected = {
+        f"q{number};{f'{number % 10};q{number};' * turn}>{number};"
+        for number in range(10, 40) for turn in range(1 + number % 3)
+    }  # fmt: skip
+    assert found[0] | found[1] == expected
+    assert sources.training.describe(1).startswith("24 conversations as 48 documents, ")
+    assert sources.validation.describe(1).startswith("6 conversations as 12 documents, ")
+    # What follows a turn that does not fit is left out, and not the conversation.
+    short: Any = open_chats(path, **options | {"seq_len": 9}).training
+    assert "24 conversations, " in short.describe(1) and "24 skipped as too long" in short.describe(1)
+
+
+def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Path, capsys: Any) -> None:
+    chat = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "time": 3, "name": "x"}
+    records = [
+        {"id": 1, "conversations": chat, "source": None},
+        {"prompt": "a", "completion": "b", "tools": [], "date": "x"},
+    ]
+    path, cache = write(tmp_path / "chats.jsonl", *records), str(tmp_path / "cache")
+    line = "fields  conversations, prompt, completion read; id, tools, date, conversations.time, conversations.name not read\n"
+    for _ in range(2):  # tokenized, and from the cache
+        open_chats(path, cache=cache)
+        assert capsys.readouterr().out == line
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.name }}{% "
+                        "endgeneration %}{% endif %}{% endfor %}")  # fmt: skip
+    open_chats(write(tmp_path / "more.jsonl", records[0]), chat_template=str(template))
+    assert (
+        capsys.readouterr().out == "fields  conversations, conversations.name read; id, conversations.time not read\n"
+    )
+
+
+def test_other_names_of_fields_are_those_of_the_recipe(tmp_path: Path) -> None:
+    dialog = [{"speaker": "client", "says": "a"}, {"speaker": "agent", "says": "b"}]
+    path = write(tmp_path / "chats.jsonl", {"messages": "no. 3", "dialog": dialog})
+    names = ("messages=dialog", "role=speaker", "content=says", "user=client", "assistant=agent")
+    cache = str(tmp_path / "cache")
+    source: Any = open_chats(path, fields=names, cache=cache).training
+    assert set(conversations_of(source, 1)) == {f"user\na{chr(EOS)}assistant\nb{chr(EOS)}"}
+    with pytest.raises(UserError, match=r"line 1: messages is not a list"):  # and not from the cache
+        open_chats(path, cache=cache)
+    wrong = ChatData(fields=("mesages=dialog", "role", "content=", "role=speaker"), path="x")
+    assert [problem[:46] for problem in wrong.problems()] == [
+        "data.fields: 'mesages=dialog' is not NAME=FIEL", "data.fields: 'role' is not NAME=FIELD with one",
+        "data.fields: 'content=' is not NAME=FIELD with",
+    ]  # fmt: skip
+
+
 def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path) -> None:
     long = {"prompt": "a", "completion": "b" * 100}
     useless = {"prompt": "a" * 100, "completion": "b"}
@@ -136,7 +209,9 @@ def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path)
         ({"messages": {}}, r"chats.jsonl, line 2: messages is not a list: \{\}"),
         ("[1]", r"chats.jsonl, line 2: a list, not an object"),
         ("{", r"chats.jsonl, line 2: not JSON: "),
-        ({"prompt": "refuse", "completion": ""}, r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$"),
+        ({"prompt": "a", "completion": None}, r"chats.jsonl, line 2: no messages or .* that is not empty; its fields are prompt; "),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, r"line 2: message 1 is an empty"),
+        ({"prompt": "refuse", "completion": "b"}, r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$"),
     ],
 )  # fmt: skip
 def test_a_bad_record_is_named_or_skipped(record: Any, message: str, tmp_path: Path, capsys: Any) -> None:

@@ -20,7 +20,7 @@ from titanlike.data.batches.pairs import open_sources
 from titanlike.data.batches.sources import Sources
 from titanlike.data.documents.pairs import preference_pair_of, synthetic_pairs
 from titanlike.data.documents.readers import BadRecord
-from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
 from titanlike.data.tokens.pairs import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
@@ -51,6 +51,8 @@ def open_pairs(file: Path, *, seq_len: int = 96, validate: bool = False, **keys:
         {"prompt": "a?", "chosen": [answer("b")], "rejected": [answer("c")]},
         {"chosen": [USER, answer("b")], "rejected": [USER, answer("c")]},
         {"prompt": "a?", "chosen": [USER, answer("b")], "rejected": [USER, answer("c")]},  # as UltraFeedback has it
+        {"prompt": [USER], "chosen": [USER, answer("b")], "rejected": [USER, answer("c")]},
+        {"question": "a?", "chosen": answer("b"), "rejected": {"from": "gpt", "value": "c"}, "prompt": None},
     ],
 )
 def test_a_pair_is_read_from_every_common_format(record: dict[str, Any]) -> None:
@@ -62,11 +64,29 @@ def test_a_pair_is_read_from_every_common_format(record: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, r"^no field 'rejected', or an empty one; its fields are prompt, chosen$"),
-        ({"messages": []}, r"^no field 'chosen' and no field 'rejected', or an empty one; its fields are messages$"),
-        ({"chosen": "b", "rejected": "c"}, r"^chosen is text, but there is no field 'prompt' that it answers$"),
-        ({"prompt": "a", "chosen": 3, "rejected": "c"}, r"^chosen is neither text nor a list of messages$"),
-        ({"chosen": [USER], "rejected": [USER]}, r"^chosen: messages has none with the role 'assistant'"),
+        (
+            {"prompt": "a", "chosen": "b"},
+            r"^no field 'rejected', or an empty one; its fields are prompt, chosen; name others in data.fields$",
+        ),
+        (
+            {"messages": []},
+            r"^no field 'chosen' and no field 'rejected', or an empty one; its fields are messages; name",
+        ),
+        (
+            {"chosen": "b", "rejected": "c"},
+            r"^chosen is text, but there is no field prompt or instruction or question that it answers$",
+        ),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, r"^the field 'chosen' is neither text nor messages: 3$"),
+        (
+            {"prompt": "a", "chosen": [USER, answer("b")], "rejected": [USER | {"content": "c?"}, answer("c")]},
+            r"^chosen and rejected "
+            r"have different prompts: message 0 differs, and is not the assistant's in both; leave this record out$",
+        ),
+        (
+            {"chosen": [USER, answer("b"), USER], "rejected": [USER, answer("b"), answer("c")]},
+            r"prompts: message 2 differs",
+        ),
+        ({"chosen": [USER], "rejected": [USER]}, r"^chosen has no message with the role 'assistant'"),
     ],
 )
 def test_a_record_without_a_pair_is_refused(record: dict[str, Any], message: str) -> None:
@@ -127,6 +147,39 @@ def test_a_long_pair_is_truncated_at_the_end_of_the_longer_conversation(tmp_path
     assert lengths(long_chats="skip", seq_len=140) == [(full[0], full[0] + 98), (full[1], full[1])]
     with pytest.raises(UserError, match=r"3 that training\.seq_len = 20 leaves without an answer"):
         lengths(seq_len=20)
+
+
+def test_pairs_that_are_equal_after_truncation_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    records = [("b" * 90 + "c", "b" * 99), ("b" * 9 + "c" * 90, "b" * 99), ("d", "e"), ("b" * 99, "b" * 98)]
+    path.write_text("".join(json.dumps({"prompt": "a", "chosen": b, "rejected": c}) + "\n" for b, c in records))
+    source: Any = open_pairs(path).training
+    [dataset] = source.datasets
+    assert sorted(number for group in dataset.bins for number in group.tolist()) == [1, 2]
+    assert source.describe(1).startswith(
+        "2 preference pairs, "
+    ) and ", 2 skipped as equal after truncation," in source.describe(1)
+    path.write_text(path.read_text().splitlines()[0])
+    with pytest.raises(UserError, match=r"has no preference pair for training: 1 in all, 1 equal after truncation$"):
+        open_pairs(path)
+
+
+def test_a_pair_of_a_template_with_several_sequences_is_the_last_answer(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else m.content[0] }}{% endfor %}"
+        "{{ '>' if add_generation_prompt }}"
+    )
+    template = ChatTemplate(source, build_tokenizer(Tokenizer()))
+    before = [USER, answer(">same"), {"role": "user", "content": "b?"}]
+    record = {"chosen": [*before, answer(">cc")], "rejected": [*before, answer(">rr")]}
+    encoded = encode_pair(preference_pair_of(record), template)
+    assert [bytes(tokens.tolist()) for tokens, _ in encoded] == [b"a?>b?>cc", b"a?>b?>rr"]
+    assert [bytes(tokens[labels].tolist()) for tokens, labels in encoded] == [b"cc", b"rr"]
+    record["chosen"][1] = answer(">other")
+    with pytest.raises(
+        BadRecord, match=r"^chosen and rejected differ in several answers, of which the chat template renders"
+    ):
+        encode_pair(preference_pair_of(record), template)
 
 
 def test_held_out_pairs_and_those_of_a_mixture_have_their_own_numbers(tmp_path: Path) -> None:

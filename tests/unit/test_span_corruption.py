@@ -142,7 +142,7 @@ def pairs_of(*lengths: tuple[int, int]) -> TokenizedChats:
     encoded = []
     for source, target in lengths:
         tokens = np.array([*range(1, source), EOS, *range(101, 100 + target), EOS], np.uint32)
-        encoded.append((tokens, np.arange(source + target) >= source))
+        encoded.append([(tokens, np.arange(source + target) >= source)])
     return concatenate(encoded)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -257,15 +258,18 @@ def test_documents_that_contradict_the_tokens_are_refused(tmp_path: Path, rows: 
         Shards(str(tmp_path)).loss_mask(np.array([0]), 4)
 
 
+SMALL: Any = SimpleNamespace(vocab_size=30, codec=SimpleNamespace(vocab_size=30))
+
+
 def test_tokens_outside_of_the_vocabulary_are_refused(folder: Path) -> None:
     (folder / "train-00002.tokens").write_bytes(b"\x0e\0\xff\xff" + bytes(14))
-    shards = Shards(str(folder), vocab_size=30)
+    shards = Shards(str(folder), tokenizer=SMALL)
     assert shards.read(np.array([0]), 6).tolist() == [[0, 1, 2, 3, 4, 5]]
     message = r"s/train-00002\.tokens is damaged: token 1 is 65535, but the tokenizer has 30; copy it again"
     with pytest.raises(UserError, match=message):
         shards.read(np.array([0, 10]), 6)
     with pytest.raises(UserError, match=message):
-        _ = Shards(str(folder), vocab_size=30).fingerprint
+        _ = Shards(str(folder), tokenizer=SMALL).fingerprint
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:

@@ -4,11 +4,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from titanlike.config.base import FilePath, NonNegative, OnlyWith, PositiveFloat, matches, only_from, section
+from titanlike.config.base import FilePath, NonNegative, OnlyWith, PositiveFloat, matches, only_from, section, shown
 from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, Data, PretrainRecipe, is_chat_source
 
 PLAIN = ("text", "shards", "stream", "python_stdlib", "synthetic")  # sources of text without turns
 CHATS = OnlyWith(("source",), lambda source: source not in PLAIN, values=("chat",))
+FIELDS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt", "instruction", "question"),
+    "completion": ("completion", "output", "answer", "response"),
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools",),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "role": ("role", "from"),
+    "content": ("content", "value"),
+    "weight": ("weight", "train"),
+}
+"""The fields of conversations and of their messages, and the names that they have in common data."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @section
@@ -31,6 +46,10 @@ class ChatData(Data):
     chat_template: Annotated[FilePath, CHATS] = ""
     """Jinja file that renders the conversations of `chat` and `preference`. Default: the tokenizer's template or, if it has
     none, ChatML for a tokenizer with its tokens, and else a plain template."""
+    fields: Annotated[tuple[str, ...], CHATS] = ()
+    """Names of fields that are not the common ones, such as `["messages=dialog", "content=text"]`: of a record, `messages`,
+    `prompt`, `completion`, `input`, `system`, `tools`, `chosen` and `rejected`; of a message, `role`, `content` and `weight`. A
+    role gets a further name in the same way: `"assistant=agent"`. Default: the common names, which docs/finetuning.md lists."""
     long_chats: Annotated[Literal["truncate", "skip"], CHATS] = "truncate"
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it. Of a preference
     pair, this is the length of both conversations, of which the longer one is truncated first."""
@@ -44,6 +63,14 @@ class ChatData(Data):
     def masks_documents(self) -> str:
         """The key that masks attention between documents, with its value; "" if none does."""
         return f"data.source = '{self.source}'" if self.has_chats else super().masks_documents
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        yield from super().problems()
+        for name, equals, other in (each.partition("=") for each in self.fields):
+            if name not in (*FIELDS, *ROLES) or not other:
+                known = ", ".join(dict.fromkeys((*FIELDS, *ROLES)))
+                yield f"data.fields: {shown(name + equals + other)!r} is not NAME=FIELD with one of the names {known}"
 
     def missing_files(self) -> Iterator[str]:
         """Yields a sentence for each file that the section names and that this machine lacks, besides the data."""

@@ -85,7 +85,7 @@ def export(
     """
     if os.path.lexists(folder) and not replace:
         raise UserError(f"{folder} exists; choose another folder, or remove it")
-    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     _check_tokenizer(weights, tokenizer)
     plan = _Plan(weights, getattr(torch, dtype) if dtype else None)
     with whole_folder(folder) as partial:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.base_config import TransformerConfig, equal
 from titanlike.utils.files import read_regular
 
 CONFIG = "config.json"
@@ -63,7 +63,7 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
     named = {"name": config.name, "size": config.size}
     published = type(config)(**{**config.sizes[config.size], **named})
     fields = dataclasses.asdict(cast(Any, config))
-    return named | {key: value for key, value in fields.items() if value != getattr(published, key)}
+    return named | {key: value for key, value in fields.items() if not equal(value, getattr(published, key))}
 
 
 def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
@@ -127,7 +127,7 @@ def config_problems(
     if type(found) is not type(model):
         return [f"{key} = {initial!r} is a {found.name} model, but {section}.name = {model.name!r}{remedy}"]
     fields = [field.name for field in dataclasses.fields(model) if field.name not in NOT_COMPARED]  # type: ignore[arg-type]
-    different = [name for name in fields if getattr(found, name) != getattr(model, name)]
+    different = [name for name in fields if not equal(getattr(found, name), getattr(model, name))]
     return [
         f"{key} = {initial!r} has {name} = {getattr(found, name)!r}, but {section}.{name} = {getattr(model, name)!r}{remedy}"
         for name in different

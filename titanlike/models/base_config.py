@@ -3,6 +3,7 @@
 `size` names a published variant; fields that the recipe gives take precedence over it.
 """
 
+import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
@@ -367,7 +368,7 @@ class TransformerConfig:
         """Returns the config with these fields, under the name of the published size that has them if there is one."""
         config = validate(cls, fields)
         for size, values in cls.sizes.items():
-            if values and config == cls(**{**fields, "size": config.size, **values}):
+            if values and all(equal(getattr(config, key), value) for key, value in values.items()):
                 return validate(cls, {**fields, "size": size})
         return config
 
@@ -381,9 +382,16 @@ def num_elements(parameters: Mapping[str, ParameterSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in parameters.values())
 
 
+def equal(found: Any, expected: Any) -> bool:
+    """Whether two values of a config are equal, numbers in float32, in which GGUF files hold 1e-6 as 9.999999974752427e-07."""
+    if isinstance(found, int | float) and isinstance(expected, int | float) and float in (type(found), type(expected)):
+        return ctypes.c_float(found).value == ctypes.c_float(expected).value
+    return bool(found == expected)
+
+
 def require(values: Mapping[str, Any], **supported: Any) -> None:
     """Raises `ValueError` if a key of a `config.json` is present with another value than the only one that is supported."""
     for key, only in supported.items():
         found = values.get(key)
-        if found is not None and found != only:
+        if found is not None and not equal(found, only):
             raise ValueError(f"{key} = {found!r} is not supported; only {only!r} is")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlike.config.base import only_if
-from titanlike.models.base_config import GLOBAL, LOCAL, require
+from titanlike.models.base_config import GLOBAL, LOCAL, equal, require
 
 SCALES_ROPE = only_if(lambda factor: factor != 1.0, "rope_scaling", remedy="set {0}")
 
@@ -40,7 +40,7 @@ def rope_fields(
     theta = rope.get("rope_theta", values.get("rope_theta", default_theta))
     for form in (values, *forms):
         require(form, partial_rotary_factor=1.0)
-        if form.get("rope_theta", theta) != theta:
+        if not equal(form.get("rope_theta", theta), theta):
             raise ValueError(f"rope_theta = {form['rope_theta']!r}, but transformers reads rope_theta = {theta!r}")
     fields = {"rope_theta": float(theta)}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -36,7 +36,7 @@ FREE_KEYS = {
     "training.local_batch_size", "training.loss_chunk", "training.non_finite", "training.skip_limit",
     "training.attention", "tokenizer.encoding", "data.source", "data.path",
     "data.mixture", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
-    "data.chat_template", "float8.all_gather",
+    "data.chat_template", "data.fields", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
 # Keys that decide what a checkpoint contains, as those of the model do.

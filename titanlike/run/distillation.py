@@ -82,7 +82,7 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
             return
     elif not Path(weights.path, "tokenizer.json").is_file():
         return
-    other = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    other = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     if difference := tokenizer.difference(other):
         raise UserError(
             f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which is not that of "

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,7 +108,8 @@ def _lengths(recipe: PretrainRecipe) -> Iterator[str]:
 def _data(recipe: PretrainRecipe) -> Iterator[str]:
     data = recipe.data
     if recipe.tokenizer.encoding == "bytes" and recipe.model.vocab_size < 257:
-        yield f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
+        remedy = "use the tokenizer of checkpoint.initial" if recipe.checkpoint.initial else "use 257 or more"
+        yield f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; {remedy}"
     if recipe.validation.interval == 0 or data.validation_path:
         return
     if data.source == "stream":
@@ -461,8 +461,8 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
     if shards and not problems:
         from titanlike.data.tokens.datasets import check_shards  # slow to import, and most recipes do not need it
 
-        fits = partial(check_shards, section=recipe.tokenizer, vocab_size=recipe.model.vocab_size)
-        problems = [problem for path in keys for problem in _errors("", fits, path)]
+        options = (recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
+        problems = [problem for path in keys for problem in _errors("", check_shards, path, *options)]
     return problems
 
 

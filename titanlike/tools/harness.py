@@ -72,7 +72,7 @@ class TitanlikeLM(LM):
             atexit.register(session.close)
         self.mesh = build_mesh(self._device.type)
         weights = open_weights(Path(path), step=step)
-        self.tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+        self.tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
         self.max_length = max_length or weights.config.max_seq_len
         self.max_gen_toks, self.seed, self.batch_size = max_gen_toks, seed, int(batch_size)
         self.stop_tokens = stop_tokens(weights, self.tokenizer)

@@ -56,6 +56,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         **_changed_keys("tokenizer", Tokenizer(), values),
         **_changed_keys("data", Data(source="synthetic", document_masks=masked), values),
         "data.chat_template": "",
+        "data.fields": [],
         "training.steps": steps,
         "training.seq_len": min(training["seq_len"], -(-(256 if has_pairs else 32) // pieces) * pieces),
         **fitting_batch(parallelism, processes),

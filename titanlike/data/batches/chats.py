@@ -14,8 +14,9 @@ from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
-from titanlike.data.tokens.chats import TokenizedChats, open_chats
+from titanlike.data.tokens.chats import TokenizedChats, describe_fields, open_chats
 from titanlike.data.tokens.tokenizer import Tokenizer
+from titanlike.distributed import environment
 
 
 def template_of(section: ChatData, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -48,30 +49,39 @@ def open_sources(
     mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
     paths, weights = paths_and_weights(section)
     template = build_chat_template(section.chat_template, tokenizer)
+    if validate and section.validation_path:
+        paths = [*paths, section.validation_path]
     chats = [open_chats(section, path, template) for path in paths]
+    print_fields(chats)
+    opened = list(zip(chats, paths, strict=True))
     every = 0 if section.validation_path else section.holdout_every
     pack = partial(PackedChats, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
     training = mix(
-        [pack(each, holdout_every=every, name=path) for each, path in zip(chats, paths, strict=True)],
+        [pack(each, holdout_every=every, name=path) for each, path in opened[: len(weights)]],
         weights,
         batch_ramp=batch_ramp,
     )
     if not validate:
         return Sources(training)
     if section.validation_path:
-        path = section.validation_path
-        return Sources(training, mix([pack(open_chats(section, path, template), name=path)]))
-    held_out = [
-        pack(each, holdout_every=every, held_out=True, name=path) for each, path in zip(chats, paths, strict=True)
-    ]
-    return Sources(training, mix(held_out, weights))
+        each, path = opened[-1]
+        return Sources(training, mix([pack(each, name=path)]))
+    return Sources(
+        training, mix([pack(each, holdout_every=every, held_out=True, name=path) for each, path in opened], weights)
+    )
+
+
+def print_fields(opened: list[TokenizedChats]) -> None:
+    """Prints, on one rank, which fields of the records are read and which are not."""
+    if environment.rank_info().rank == 0 and (line := describe_fields(opened)):
+        print(line, flush=True)
 
 
 class PackedChats:
     """Sequences of whole conversations, packed by best fit and padded. Every `holdout_every`-th conversation is held out.
 
     Each conversation is a document of its sequence: attention does not leave it, and its positions count from 0. Only tokens of
-    the assistant are labels.
+    the assistant are labels. A conversation that its template renders as several documents is held out with all of them.
     """
 
     def __init__(
@@ -91,7 +101,7 @@ class PackedChats:
         self.padding = tokenizer.separator.token
         numbers = np.arange(len(chats))
         if holdout_every:
-            numbers = numbers[(numbers % holdout_every == holdout_every - 1) == held_out]
+            numbers = numbers[(chats.records % holdout_every == holdout_every - 1) == held_out]
         capacity = seq_len + 1  # the last token of a sequence is a label only
         starts = np.concatenate([[0], chats.ends])[:-1]
         lengths = chats.ends - starts
@@ -104,7 +114,7 @@ class PackedChats:
         self.num_skipped = int((~usable[numbers]).sum())
         numbers = numbers[usable[numbers]]
         self.num_truncated = int(is_long[numbers].sum())
-        self.num_chats = len(numbers)
+        self.num_chats, self.num_documents = len(np.unique(chats.records[numbers])), len(numbers)
         self.num_tokens = int(kept[numbers].sum())
         self.num_labels = int((num_labels[starts + kept] - num_labels[starts])[numbers].sum())
         self.starts, self.kept = starts, kept
@@ -112,7 +122,7 @@ class PackedChats:
         self.num_sequences = len(self.bins)
         if not self.bins:
             raise UserError(
-                f"{name} has no conversation for {'validation' if held_out else 'training'}: {len(chats)} in all"
+                f"{name} has no conversation for {'validation' if held_out else 'training'}: {chats.records[-1] + 1} in all"
                 + (f", one in {holdout_every} held out" if holdout_every else "")
                 + (f", {self.num_skipped} longer than training.seq_len = {seq_len}" if self.num_skipped else "")
                 + ("; reduce data.holdout_every, or set validation.interval = 0" if held_out else "")
@@ -126,7 +136,7 @@ class PackedChats:
     def contents(self) -> str:
         return describe_packed(
             self.num_chats, "conversation", "the assistant", self.num_tokens, self.num_labels, self.num_sequences, self.seq_len,
-            truncated=self.num_truncated, too_long=self.num_skipped, bad=self.chats.skipped,
+            documents=self.num_documents, truncated=self.num_truncated, too_long=self.num_skipped, bad=self.chats.skipped,
         )  # fmt: skip
 
     def read(self, indices: Numbers) -> Sequences:
@@ -147,20 +157,22 @@ class PackedChats:
 
 def describe_packed(
     count: int, item: str, labels_of: str, num_tokens: int, num_labels: int, num_sequences: int, seq_len: int,
-    *, truncated: int, too_long: int, bad: int,
+    *, truncated: int, too_long: int, bad: int, documents: int = 0, equal: int = 0,
 ) -> str:  # fmt: skip
-    """Returns what packed sequences contain, for the summary of a run."""
+    """Returns what packed sequences contain, for the summary of a run. `documents` is the number of renderings, if they differ."""
     filled = 100 * num_tokens / (num_sequences * (seq_len + 1))
     notes = [
         (truncated, f"truncated to {seq_len + 1} tokens"),
         (too_long, "skipped as too long"),
+        (equal, "skipped as equal after truncation"),
         (bad, "skipped as bad"),
     ]
     items, sequences = (
         f"{number:,} {name}{'s' * (number != 1)}" for number, name in ((count, item), (num_sequences, "sequence"))
     )
+    as_documents = f" as {documents:,} documents" if documents > count else ""
     return (
-        f"{items}, {num_tokens:,} tokens ({num_labels:,} of {labels_of}) in {sequences}, {filled:.0f}% full"
+        f"{items}{as_documents}, {num_tokens:,} tokens ({num_labels:,} of {labels_of}) in {sequences}, {filled:.0f}% full"
         + "".join(f", {number:,} {note}" for number, note in notes if number)
         + ","
     )

@@ -154,8 +154,8 @@ class BatchLoader:
         if self.vocab_size is not None and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             token = tokens.min() if tokens.min() < 0 else tokens.max()
             raise UserError(
-                f"step {step}: the data has the token {token}, but model.vocab_size = {self.vocab_size}; set that to "
-                "the number of tokens, or correct the data"
+                f"step {step}: the data has the token {token}, but model.vocab_size = {self.vocab_size}; correct the data, or "
+                "use a model with a larger vocabulary"
             )
 
     def _arrays(self, batch: SequenceBatch) -> dict[str, npt.NDArray[np.int64]]:

@@ -60,11 +60,11 @@ def mask_token(tokenizer: Tokenizer, masking: MaskedTokens, model_vocab_size: in
             f"{', '.join(map(shown, special)) or 'none'}"
         )
     names = (masking.mask_token,) if masking.mask_token else MASK_NAMES
-    token = next((special[name] for name in names if name in special), tokenizer.vocab_size)
+    token = next((special[name] for name in names if name in special), tokenizer.codec.vocab_size)
     if token >= model_vocab_size:
         raise UserError(
             f"tokenizer.encoding = {encoding!r} has no mask token, and model.vocab_size = {model_vocab_size} has no row for one; "
-            f"set model.vocab_size = {-(-(tokenizer.vocab_size + 1) // 64) * 64}, or mlm.mask_token to one of its special tokens"
+            f"{tokenizer.remedy(token + 1)}, or set mlm.mask_token to one of its special tokens"
         )
     return token
 

@@ -10,7 +10,7 @@ from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import Ramp
 from titanlike.data.batches.best_fit import pack
-from titanlike.data.batches.chats import describe_packed
+from titanlike.data.batches.chats import describe_packed, print_fields
 from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
@@ -38,6 +38,7 @@ def open_sources(
         paths = [*paths, section.validation_path]
     template = build_chat_template(section.chat_template, tokenizer)
     tokens = [open_preferences(section, path, template) for path in paths]
+    print_fields(tokens)
     # Pairs of all datasets have different numbers.
     firsts = accumulate((len(each) // 2 for each in tokens), initial=0)
     opened = list(zip(tokens, firsts, paths, strict=False))
@@ -91,6 +92,13 @@ class PackedPairs:
         usable = (labels > 0).all(1) & ((too_long == "truncate") | ~is_long)
         self.num_skipped = int((~usable[numbers]).sum())
         numbers = numbers[usable[numbers]]
+        # Conversations that differ only in what was cut teach nothing.
+        is_equal = np.zeros(len(lengths), bool)
+        for number in numbers[(is_long & (kept[:, 0] == kept[:, 1]))[numbers]].tolist():
+            chosen, rejected = (pairs.tokens[start : start + kept[number, 0]] for start in first[number])
+            is_equal[number] = np.array_equal(chosen, rejected)
+        self.num_equal = int(is_equal.sum())
+        numbers = numbers[~is_equal[numbers]]
         self.num_truncated = int(is_long[numbers].sum())
         self.num_pairs = len(numbers)
         self.num_tokens, self.num_labels = int(kept[numbers].sum()), int(labels[numbers].sum())
@@ -107,6 +115,7 @@ class PackedPairs:
                     if self.num_skipped
                     else ""
                 )
+                + (f", {self.num_equal} equal after truncation" if self.num_equal else "")
                 + ("; reduce data.holdout_every, or set validation.interval = 0" if held_out else "")
             )
 
@@ -118,7 +127,7 @@ class PackedPairs:
     def contents(self) -> str:
         return describe_packed(
             self.num_pairs, "preference pair", "answers", self.num_tokens, self.num_labels, self.num_sequences, self.seq_len,
-            truncated=self.num_truncated, too_long=self.num_skipped, bad=self.pairs.skipped,
+            truncated=self.num_truncated, too_long=self.num_skipped, bad=self.pairs.skipped, equal=self.num_equal,
         )  # fmt: skip
 
     def read(self, indices: Numbers) -> Sequences:

@@ -28,11 +28,14 @@ def sentinels(tokenizer: Tokenizer, number: int, vocab_size: int) -> Numbers:
                 f"tokenizer.encoding = {encoding!r} has no {missing[0]}, but sequences have {number} spans; increase "
                 "seq2seq.mean_noise_span_length, or reduce training.seq_len"
             )
-        return np.array([special[name] for name in names])
+        tokens = np.array([special[name] for name in names])
+        if tokens.max() >= vocab_size:
+            raise UserError(f"sequences have {tokenizer.outside_model(int(tokens.max()))}")
+        return tokens
     if vocab_size - number < tokenizer.vocab_size:
         raise UserError(
             f"tokenizer.encoding = {encoding!r} has no sentinels such as <extra_id_0>, and model.vocab_size = {vocab_size} has no "
-            f"row for each of {number}; set model.vocab_size = {-(-(tokenizer.vocab_size + number) // 64) * 64}"
+            f"row for each of {number}; {tokenizer.remedy(tokenizer.codec.vocab_size + number)}"
         )
     return vocab_size - 1 - np.arange(number)
 

@@ -6,13 +6,14 @@ out, or be text besides, if both conversations contain it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from titanlike.config.base import shown
-from titanlike.data.documents.conversations import Conversation, conversation_of
+from titanlike.data.documents.conversations import Conversation, Message, Record, RecordReader, is_answer
 from titanlike.data.documents.readers import BadRecord
+
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -23,33 +24,42 @@ class PreferencePair:
     rejected: Conversation
 
 
-def preference_pair_of(record: dict[str, Any]) -> PreferencePair:
+def preference_pair_of(record: Record, reader: RecordReader | None = None) -> PreferencePair:
     """Returns the pair in a record. Raises `BadRecord` if it has none, or one that is not valid."""
-    if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:
+    reader = reader or RecordReader()
+    record = reader.open(record)
+    names = [next((name for name in reader.names[side] if record.get(name)), "") for side in SIDES]
+    if missing := [side for side, name in zip(SIDES, names, strict=True) if not name]:
         found = ", ".join(map(shown, map(str, record))) or "none"
         raise BadRecord(
-            f"no field {' and no field '.join(map(repr, missing))}, or an empty one; its fields are {found}"
+            f"no field {' and no field '.join(map(repr, missing))}, or an empty one; its fields are {found}; name others in "
+            "data.fields"
         )
-    return PreferencePair(_conversation("chosen", record), _conversation("rejected", record))
+    pair = PreferencePair(*(_conversation(name, record, reader) for name in names))
+    for number, messages in enumerate(zip(pair.chosen.messages, pair.rejected.messages, strict=False)):
+        if messages[0] != messages[1]:
+            if any(message["role"] != "assistant" for message in messages):
+                raise BadRecord(
+                    f"chosen and rejected have different prompts: message {number} differs, and is not the assistant's in both; "
+                    "leave this record out"
+                )
+            break
+    return pair
 
 
-def _conversation(name: str, record: dict[str, Any]) -> Conversation:
-    answer, prompt, tools = record[name], record.get("prompt"), record.get("tools")
-    if isinstance(answer, str):
-        if not prompt:
-            raise BadRecord(f"{name} is text, but there is no field 'prompt' that it answers")
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, list):
-        raise BadRecord(f"{name} is neither text nor a list of messages")
-    # Data sets repeat the prompt as text beside complete conversations.
-    is_complete = isinstance(answer[0], dict) and answer[0].get("role") != "assistant"
-    if isinstance(prompt, str):
-        prompt = [] if is_complete else [{"role": "user", "content": prompt}]
-    messages = [*prompt, *answer] if isinstance(prompt, list) else answer
-    try:
-        return conversation_of({"messages": messages, "tools": tools})
-    except BadRecord as error:
-        raise BadRecord(f"{name}: {error}") from None
+def _conversation(name: str, record: Record, reader: RecordReader) -> Conversation:
+    answer = reader.turn(record, name, "assistant")
+    question, prompt = next((each for each in reader.names["prompt"] if each in record), ""), list[Message]()
+    # Data sets repeat the prompt beside complete conversations.
+    is_complete = bool(answer) and answer[0]["role"] != "assistant"
+    if question and not (is_complete and isinstance(record[question], str)):
+        prompt = reader.prompt(record, question)
+    if isinstance(record[name], str) and not prompt:
+        raise BadRecord(f"{name} is text, but there is no field {' or '.join(reader.names['prompt'])} that it answers")
+    messages = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
+    if not any(map(is_answer, messages)):
+        raise BadRecord(f"{name} has no message with the role 'assistant', so there is nothing to compare")
+    return Conversation(reader.with_system(record, messages), reader.tools(record))
 
 
 def synthetic_pairs(count: int = 2000) -> Iterator[PreferencePair]:

@@ -2,15 +2,19 @@
 
 A template is the Jinja program of a Hugging Face tokenizer, and runs in a sandbox. The assistant's part is what the template marks
 with `{% generation %}`; in a template without these marks, it is what each message of the assistant adds to the rendering of those
-before it.
+before it. Templates of reasoning models render an answer differently when others follow; a conversation becomes several sequences
+then.
 
 The contents of messages cannot become special tokens, so they cannot end a turn or begin one. Before the template runs, names of
 special tokens in them are enclosed in characters that are in no text. The rendered text is split there, and the enclosed names are
 encoded as plain text.
 """
 
+import contextlib
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.data.documents.conversations import Conversation, Message
+from titanlike.data.documents.conversations import Conversation, Message, is_answer
 from titanlike.data.documents.readers import BadRecord, replace_surrogates
 from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
@@ -28,6 +32,7 @@ from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.files import read_regular
 
 BUILT_IN_NAME = "the built-in chat template"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of the assistant's messages
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
 BUILT_IN = """\
 {%- for message in messages -%}
@@ -70,18 +75,22 @@ class ChatTemplate:
         """What decides the tokens of a conversation, besides the tokenizer's tokens."""
         return [self.source, self._variables]
 
-    def encode(self, conversation: Conversation) -> tuple[TokenIDs, Flags]:
-        """Returns the tokens of a conversation, and which of them are labels: the assistant's. Raises `BadRecord` if the template
-        does not render it."""
-        messages, tools = self._escape(conversation.messages), self._escape(conversation.tools)
-        render = self._render if self._marks_labels else self._render_by_prefix
-        text = render(messages, tools)
-        parts = list(self._encode_parts(text))
-        tokens = np.concatenate([tokens for tokens, _ in parts] or [np.zeros(0, np.uint32)])
-        labels = np.concatenate([labels for _, labels in parts] or [np.zeros(0, bool)])
-        if not labels.any():
-            raise BadRecord(f"{self.name} renders no token of the assistant")
-        return tokens, labels
+    def reads(self, name: str) -> bool:
+        """Whether the template has a name, such as that of a field of messages."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    def encode(self, conversation: Conversation) -> list[tuple[TokenIDs, Flags]]:
+        """Returns the tokens of the sequences of a conversation, and which of them are labels: those of the assistant. Each answer
+        is a label in one sequence. Raises `BadRecord` if the template does not render the conversation."""
+        sequences = []
+        for text in self._render_all(conversation):
+            parts = list(self._encode_parts(text))
+            tokens = np.concatenate([tokens for tokens, _ in parts] or [np.zeros(0, np.uint32)])
+            labels = np.concatenate([labels for _, labels in parts] or [np.zeros(0, bool)])
+            if not labels.any():
+                raise BadRecord(f"{self.name} renders no token of the assistant")
+            sequences.append((tokens, labels))
+        return sequences
 
     def opening(self, messages: list[Message]) -> list[int]:
         """Returns the tokens of a conversation up to the assistant's next turn. Raises `BadRecord` if the template does not
@@ -93,7 +102,7 @@ class ChatTemplate:
         """Returns the special token with which the assistant's turns end; None if they end without one. Raises `BadRecord` if
         the template does not render a question and an answer."""
         exchange = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        tokens, labels = self.encode(exchange)
+        [(tokens, labels)] = self.encode(exchange)
         for token in reversed(tokens[labels].tolist()):
             if token in self.tokenizer.codec.special.values():
                 return int(token)
@@ -112,35 +121,91 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001  a template can raise anything
             raise BadRecord(f"{self.name} raises {type(error).__name__}: {shown(str(error))}") from None
 
-    def _render_by_prefix(self, messages: list[Message], tools: Any) -> str:
-        """Renders and marks the assistant's part: what a message adds to the rendering of those before it, which ends with the
-        prompt for the assistant."""
-        whole, marked, done = self._render(messages, tools), "", 0
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+    def _render_all(self, conversation: Conversation) -> list[str]:
+        """Renders a conversation with marks around the labels, as one or more sequences."""
+        for number, message in enumerate(conversation.messages):
+            for name in REASONING:
+                if message.get(name) and not self.reads(name):
+                    raise BadRecord(
+                        f"message {number} has the field {name!r}, which {self.name} does not read; set data.chat_template to a "
+                        "template that does, or remove the field"
+                    )
+        tools = self._escape(conversation.tools)
+        render = self._render_marked if self._marks_labels else self._render_answers
+        problem: BadRecord | None = None
+        for messages in _forms_of_tool_calls(conversation.messages):
+            try:
+                texts = render(self._escape(messages), tools)
+            except BadRecord as error:
+                problem = problem or error
                 continue
-            before, after = messages[:number], messages[: number + 1]
-            start = self._check_prefix(whole, self._render(before, tools, prompt=True), number)
-            end = self._check_prefix(whole, self._render(after, tools), number + 1)
+            labels = "".join(re.findall(f"{LABEL}(.*?){LABEL_END}", "".join(texts), re.DOTALL))
+            calls = [name for message in messages if is_answer(message) for name in _names_of_calls(message)]
+            missing = [name for name in calls if self._escape(name) not in labels]
+            if not missing:
+                return texts
+            problem = problem or BadRecord(
+                f"{self.name} does not write the assistant's call of the tool {shown(missing[0])}; set data.chat_template to a "
+                "template that does, or leave this record out"
+            )
+        assert problem
+        raise problem
+
+    def _render_marked(self, messages: list[Message], tools: Any) -> list[str]:
+        """Renders a conversation with a template that marks the labels, without those of messages with the weight 0."""
+        text, answers = self._render(messages, tools), [each for each in messages if each["role"] == "assistant"]
+        if all(map(is_answer, answers)):
+            return [text]
+        parts = re.split(f"{LABEL}|{LABEL_END}", text)
+        if len(parts) != 2 * len(answers) + 1:
+            raise BadRecord(
+                f"{self.name} marks {len(parts) // 2} parts for {len(answers)} messages of the assistant, so the part of a message "
+                "with the weight 0 is not known; mark one for each message"
+            )
+        for number, message in enumerate(answers):
+            if is_answer(message):
+                parts[2 * number + 1] = f"{LABEL}{parts[2 * number + 1]}{LABEL_END}"
+        return ["".join(parts)]
+
+    def _render_answers(self, messages: list[Message], tools: Any) -> list[str]:
+        """Renders each answer as inference does: what it adds to the rendering of the messages before it, which ends with the
+        prompt for the assistant. Answers share a sequence as long as the next prompt continues the rendering of the one before."""
+        texts = list[str]()
+        marked = done = ""  # of the last sequence up to the end of its labels, with and without marks
+        for number, message in enumerate(messages):
+            if not is_answer(message):
+                continue
+            prompt = self._render(messages[:number], tools, prompt=True)
+            whole = self._render(messages[: number + 1], tools)
+            if not whole.startswith(prompt):
+                whole = prompt + self._answer_to(messages[:number], tools, prompt, whole)
+            start = end = len(prompt)
+            if not whole[start:].strip():
+                raise BadRecord(f"{self.name} writes nothing of message {number}; leave this record out")
             # White space after the last special token separates this turn from the next one.
-            for special in self._special.finditer(whole, start, end):
-                end = special.end() if not whole[special.end() : end].strip() else end
-            if not done <= start <= end:
-                raise BadRecord(self._cannot_mark(number))
-            marked += whole[done:start] + LABEL + whole[start:end] + LABEL_END
-            done = end
-        return marked + whole[done:]
+            for special in self._special.finditer(whole, start):
+                end = special.end()
+            end = len(whole) if whole[end:].strip() else end
+            if texts and prompt.startswith(done):
+                texts.pop()
+            else:
+                marked = done = ""
+            marked += prompt[len(done) :] + LABEL + whole[start:end] + LABEL_END
+            done = whole[:end]
+            texts.append(marked + whole[end:])
+        return texts
 
-    def _check_prefix(self, whole: str, text: str, number: int) -> int:
-        if not whole.startswith(text):
-            raise BadRecord(self._cannot_mark(number))
-        return len(text)
-
-    def _cannot_mark(self, number: int) -> str:
-        return (
-            f"{self.name} renders the first {number} messages differently when others follow, so the assistant's part is not "
-            "known; mark it with {% generation %} and {% endgeneration %} in a copy of the template, and set data.chat_template"
-        )
+    def _answer_to(self, before: list[Message], tools: Any, prompt: str, whole: str) -> str:
+        """Returns the answer that ends a rendering which does not begin with the prompt: what follows the generation prompt."""
+        shorter = self._render(before, tools)
+        generation = prompt.removeprefix(shorter)
+        if prompt == generation or not generation or whole.count(generation) != prompt.count(generation):
+            raise BadRecord(
+                f"{self.name} renders the first {len(before)} messages differently when an answer follows, so the assistant's part "
+                "is not known; mark it with {% generation %} and {% endgeneration %} in a copy of the template, and set "
+                "data.chat_template"
+            )
+        return whole.rpartition(generation)[2]
 
     def _encode_parts(self, text: str) -> list[tuple[TokenIDs, Flags]]:
         """Encodes a rendered text with marks, part by part: a part is plain text, or text with special tokens."""
@@ -186,6 +251,47 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {self._escape(key): self._escape(each) for key, each in value.items()}
         return value
+
+
+def _names_of_calls(message: Message) -> Iterator[str]:
+    """Yields the names of the tools that a message calls. Raises `BadRecord` for a call without a name."""
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRecord(f"a call of a tool has no name: {shown(json.dumps(call, default=str))}")
+        yield function["name"]
+
+
+def _forms_of_tool_calls(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yields messages in the forms that templates expect: the arguments of a call as an object or as JSON in a text, and a message
+    that has calls only with an empty content or with None."""
+    if not any(name for message in messages for name in _names_of_calls(message)):
+        yield messages
+        return
+    for content, as_text in itertools.product(("", None), (False, True)):
+        yield [
+            message
+            | {
+                "content": message["content"] or content,
+                "tool_calls": [_with_arguments(call, as_text) for call in message["tool_calls"]],
+            }
+            if "tool_calls" in message
+            else message
+            for message in messages
+        ]
+
+
+def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """Returns a call whose arguments are JSON in a text, or an object."""
+    if "function" in call:
+        return call | {"function": _with_arguments(call["function"], as_text)}
+    arguments = call.get("arguments", {})
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a template may write any text
+            arguments = json.loads(arguments)
+    return call | {"arguments": arguments}
 
 
 def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -24,11 +24,11 @@ def open_training(section: Data, path: str, tokenizer: Tokenizer) -> TokenArray:
         return InMemoryTokens(drawn)
     if section.source == "shards":
         _check_tokenizer(path, read_manifest(path), tokenizer)
-        return Shards(path, vocab_size=tokenizer.vocab_size)
+        return Shards(path, tokenizer=tokenizer)
     from titanlike.data.tokens.cache import tokenized  # only a run of text needs it
 
     files = stdlib_files() if section.source == "python_stdlib" else list_files(path)
-    return Shards(str(tokenized(files, section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
+    return Shards(str(tokenized(files, section, tokenizer, path)), tokenizer=tokenizer)
 
 
 def open_validation(section: Data, tokenizer: Tokenizer, *, splits: Sequence[str] = (VALIDATION,)) -> Shards:
@@ -38,17 +38,17 @@ def open_validation(section: Data, tokenizer: Tokenizer, *, splits: Sequence[str
     if not _has_manifest(path):
         from titanlike.data.tokens.cache import tokenized
 
-        return Shards(str(tokenized(list_files(path), section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
+        return Shards(str(tokenized(list_files(path), section, tokenizer, path)), tokenizer=tokenizer)
     manifest = read_manifest(path)
     _check_tokenizer(path, manifest, tokenizer)
     split = next((split for split in splits if manifest.splits.get(split)), TRAIN)
-    return Shards(path, split, vocab_size=tokenizer.vocab_size)
+    return Shards(path, split, tokenizer=tokenizer)
 
 
 def validation_split(array: TokenArray) -> Shards | None:
     """Returns the validation split of shards that have one."""
     if isinstance(array, Shards) and array.manifest.splits.get(VALIDATION):
-        return Shards(array.path, VALIDATION, vocab_size=array.vocab_size)
+        return Shards(array.path, VALIDATION, tokenizer=array.tokenizer)
     return None
 
 
@@ -61,12 +61,12 @@ def _has_manifest(path: str) -> bool:
         return False
 
 
-def check_shards(path: str, section: TokenizerSection, vocab_size: int) -> None:
+def check_shards(path: str, section: TokenizerSection, vocab_size: int, weights: str) -> None:
     """Refuses local shards that are incomplete or belong to another tokenizer."""
     if not is_address(path):
-        tokenizer = build_tokenizer(section, vocab_size)
+        tokenizer = build_tokenizer(section, vocab_size, weights)
         _check_tokenizer(path, read_manifest(path), tokenizer)
-        _ = Shards(path, vocab_size=tokenizer.vocab_size).fingerprint  # reads samples
+        _ = Shards(path, tokenizer=tokenizer).fingerprint  # reads samples
 
 
 def _check_tokenizer(path: str, manifest: Manifest, tokenizer: Tokenizer) -> None:

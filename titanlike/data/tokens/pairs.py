@@ -1,7 +1,5 @@
 """Preference pairs as tokens, of which those of the two answers are labels. No torch."""
 
-from typing import Any
-
 import numpy as np
 
 from titanlike.config.dpo import PreferenceData
@@ -9,7 +7,7 @@ from titanlike.data.documents.pairs import PreferencePair, preference_pair_of, s
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.chat_template import ChatTemplate
-from titanlike.data.tokens.chats import Encoded, TokenizedChats, concatenate, open_records
+from titanlike.data.tokens.chats import Encoded, TokenizedChats, concatenate, open_dialogs
 from titanlike.data.tokens.tokenizer import TokenIDs
 
 
@@ -17,18 +15,22 @@ def open_preferences(section: PreferenceData, path: str, template: ChatTemplate)
     """Returns the tokens of the pairs at one of the paths of a section: the chosen conversation of each, followed by the rejected
     one. They are tokenized unless the cache has them."""
     if path == "synthetic_preference":
-        return concatenate(each for pair in synthetic_pairs() for each in encode_pair(pair, template))
-
-    def encode(record: dict[str, Any]) -> list[Encoded]:
-        return encode_pair(preference_pair_of(record), template)
-
-    return open_records(section, path, template.identity, template.tokenizer, "preferences", encode)
+        return concatenate(encode_pair(pair, template) for pair in synthetic_pairs())
+    return open_dialogs(
+        section, path, template, "preferences", lambda *each: encode_pair(preference_pair_of(*each), template)
+    )
 
 
 def encode_pair(pair: PreferencePair, template: ChatTemplate) -> list[Encoded]:
     """Returns the tokens and labels of both conversations. Answers that they share, before the one in which they differ, are not
-    labels. Raises `BadRecord` if they do not differ in an answer."""
-    (chosen, labels), (rejected, other_labels) = (template.encode(each) for each in (pair.chosen, pair.rejected))
+    labels. Raises `BadRecord` if they do not differ in an answer, or differ in several that do not share a sequence."""
+    *before, (chosen, labels) = template.encode(pair.chosen)
+    *other_before, (rejected, other_labels) = template.encode(pair.rejected)
+    if [tokens.tolist() for tokens, _ in before] != [tokens.tolist() for tokens, _ in other_before]:
+        raise BadRecord(
+            f"chosen and rejected differ in several answers, of which {template.name} renders earlier ones differently when others "
+            "follow; give a pair for each of them"
+        )
     start = _start_of_difference(chosen, labels, rejected)
     encoded = []
     for name, tokens, flags in (("chosen", chosen, labels), ("rejected", rejected, other_labels)):

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from titanlike.config.base import record, validate
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.utils.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from titanlike.data.tokens.tokenizer import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -113,10 +116,10 @@ class _Span(NamedTuple):
 class Shards:
     """The tokens of one split as a single array."""
 
-    def __init__(self, path: str, split: str = TRAIN, *, vocab_size: int | None = None) -> None:
-        """With `vocab_size`, tokens that are not below it are refused when they are read."""
+    def __init__(self, path: str, split: str = TRAIN, *, tokenizer: "Tokenizer | None" = None) -> None:
+        """With a tokenizer, tokens that it or its model does not have are refused when they are read."""
         self.path = path
-        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
         self.folder = DataDirectory(path)
         self.manifest = read_manifest(path, self.folder)
         self.shards = self.manifest.splits.get(split, [])
@@ -164,8 +167,8 @@ class Shards:
         ranges = [(_tokens_of(s.shard), s.start * width, (s.start + s.length) * width) for s in spans]
         content = b"".join(self.folder.ranges(ranges))  # spans are in the order of the result
         result = np.frombuffer(content, self.dtype).astype(np.int64)
-        if self.vocab_size is not None and result.size and result.max() >= self.vocab_size:
-            self._refuse_token(spans, result)
+        if self.tokenizer and result.max(initial=0) >= self.tokenizer.vocab_size:
+            self._refuse_token(self.tokenizer, spans, result)
         return result
 
     def loss_mask(self, starts: Numbers, length: int) -> npt.NDArray[np.bool_] | None:
@@ -229,15 +232,17 @@ class Shards:
             raise UserError(f"{self.path}/{_documents_of(shard)} does not fit the tokens of the shard; {DAMAGED}")
         return rows
 
-    def _refuse_token(self, spans: Sequence[_Span], tokens: Numbers) -> NoReturn:
+    def _refuse_token(self, tokenizer: "Tokenizer", spans: Sequence[_Span], tokens: Numbers) -> NoReturn:
         """Raises `UserError` with the position of the first token that is not in the vocabulary."""
-        assert self.vocab_size is not None
         for place, shard, start, length in spans:
-            [wrong] = np.nonzero(tokens[place : place + length] >= self.vocab_size)
+            [wrong] = np.nonzero(tokens[place : place + length] >= tokenizer.vocab_size)
             if len(wrong):
+                file, position = f"{self.path}/{_tokens_of(shard)}", start + wrong[0]
+                token, num_tokens = int(tokens[place + wrong[0]]), tokenizer.codec.vocab_size
+                if token < num_tokens:
+                    raise UserError(f"{file} has at {position} {tokenizer.outside_model(token)}")
                 raise UserError(
-                    f"{self.path}/{_tokens_of(shard)} is damaged: token {start + wrong[0]} is {tokens[place + wrong[0]]}, "
-                    f"but the tokenizer has {self.vocab_size}; {DAMAGED}"
+                    f"{file} is damaged: token {position} is {token}, but the tokenizer has {num_tokens}; {DAMAGED}"
                 )
         raise AssertionError
 

@@ -193,7 +193,7 @@ def finish(
     for file in tokenizer_files:
         shutil.copyfile(file, partial / file.name)
     about: dict[str, Any] = {
-        "fingerprint": tokenizer.fingerprint, **asdict(section), "vocab_size": tokenizer.vocab_size,
+        "fingerprint": tokenizer.fingerprint, **asdict(section), "vocab_size": tokenizer.codec.vocab_size,
     }  # fmt: skip
     source = {
         "files": len(files),

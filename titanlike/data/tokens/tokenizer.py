@@ -18,6 +18,7 @@ from titanlike.config.base import shown
 from titanlike.config.load import nearest
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import import_optional
+from titanlike.data.documents.readers import BadRecord
 from titanlike.utils.files import read_regular
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.
@@ -51,10 +52,17 @@ class Separator:
 class Tokenizer:
     """Encodes and decodes text, and adds special tokens to documents."""
 
-    def __init__(self, codec: "_TiktokenCodec | _HuggingFaceCodec", section: Section) -> None:
+    def __init__(
+        self,
+        codec: "_TiktokenCodec | _HuggingFaceCodec",
+        section: Section,
+        model_vocab_size: int | None = None,
+        weights: str = "",
+    ) -> None:
+        """`weights` are those that the model's vocabulary is from, if any."""
         self.codec = codec
-        self.vocab_size = codec.vocab_size
-        self.section = section
+        self.vocab_size = min(codec.vocab_size, model_vocab_size or codec.vocab_size)
+        self.section, self.weights = section, weights
         self.eos = self._special_token("eos", codec.eos) if section.special != "bos" else None
         self.bos = self._special_token("bos", codec.bos) if section.special != "eos" else None
         if self.bos == self.eos:
@@ -73,7 +81,7 @@ class Tokenizer:
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
         """The smallest unsigned integer type that holds every token."""
-        return np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        return np.uint16 if self.codec.vocab_size <= 2**16 else np.uint32
 
     @property
     def fingerprint(self) -> str:
@@ -94,12 +102,31 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenIDs:
         """Encodes a text. Names of special tokens in it are encoded as plain text."""
-        return self.codec.encode(text)
+        return self._check(self.codec.encode(text))
 
     def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
         """Encodes a text in which names of special tokens are these tokens. Returns the tokens and the characters before the end
         of each."""
-        return self.codec.encode_with_special(text)
+        tokens, ends = self.codec.encode_with_special(text)
+        return self._check(tokens), ends
+
+    def _check(self, tokens: TokenIDs) -> TokenIDs:
+        if self.vocab_size < self.codec.vocab_size and tokens.max(initial=0) >= self.vocab_size:
+            raise BadRecord(f"the text has {self.outside_model(int(tokens.max()))}")
+        return tokens
+
+    def outside_model(self, token: int) -> str:
+        """Describes a token that the model does not have, with the remedy."""
+        return (
+            f"{self.codec.decode([token])}, token {token} of tokenizer.encoding = {self.section.encoding!r}, but "
+            f"model.vocab_size = {self.vocab_size}; remove it from the data, or {self.remedy(token + 1)}"
+        )
+
+    def remedy(self, num_tokens: int) -> str:
+        """Returns what makes a model fit this number of tokens."""
+        if self.weights:
+            return f"use the tokenizer of {self.weights}, whose weights have no row for more tokens"
+        return f"set model.vocab_size = {-(-num_tokens // 64) * 64}"
 
     def opening(self, text: str) -> list[int]:
         """Encodes the start of a document, which has at least one token."""
@@ -148,6 +175,7 @@ class _TiktokenCodec:
         self.encoding = encoding
         self.special = encoding._special_tokens
         self.vocab_size = encoding.n_vocab
+        self.num_ordinary = 1 + max(encoding._mergeable_ranks.values())
 
     @property
     def identity(self) -> bytes:
@@ -196,7 +224,9 @@ class _HuggingFaceCodec:
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
-        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        numbers = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(numbers, default=-1)
+        self.num_ordinary = 1 + max(set(numbers) - added.keys(), default=-1)
         if not self.vocab_size:
             raise UserError(f"{path}: the vocabulary is empty; give a tokenizer that has tokens")
         self.eos, self.bos = _names_of_special_tokens(path.with_name("tokenizer_config.json"))
@@ -264,13 +294,15 @@ def _names_of_special_tokens(config: Path) -> list[str]:
     return names
 
 
-def build_tokenizer(section: Section, model_vocab_size: int | None = None) -> Tokenizer:
-    """Builds the tokenizer of a recipe. Raises if it has more tokens than the model's vocabulary."""
-    tokenizer = Tokenizer(_build_codec(section.encoding), section)
-    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+def build_tokenizer(section: Section, model_vocab_size: int | None = None, weights: str = "") -> Tokenizer:
+    """Builds the tokenizer of a recipe. Raises if the model's vocabulary does not have its ordinary tokens, EOS and BOS. Added
+    tokens may be missing there, as `<image_soft_token>` in Gemma 3 of 1B: only a text with one is refused."""
+    tokenizer = Tokenizer(_build_codec(section.encoding), section, model_vocab_size, weights)
+    num_needed = max(tokenizer.codec.num_ordinary, 1 + (tokenizer.eos or 0), 1 + (tokenizer.bos or 0))
+    if num_needed > tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab_size = {model_vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
-            f"tokenizer.encoding = {section.encoding!r}; set model.vocab_size = {-(-tokenizer.vocab_size // 64) * 64}"
+            f"model.vocab_size = {model_vocab_size} is smaller than the {num_needed} tokens of "
+            f"tokenizer.encoding = {section.encoding!r}; {tokenizer.remedy(tokenizer.codec.vocab_size)}"
         )
     return tokenizer
 

@@ -95,7 +95,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     mesh = build_mesh(device.type, **parallelism.dimensions())
     share = process_group.rank(), process_group.world_size()
     weights = open_weights(arguments.path, step=arguments.step, verify_share=share)
-    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     data, trained_seq_len = _data_section(weights, arguments.text_field)
     max_length = weights.config.max_seq_len
     seq_len = arguments.seq_len or min(trained_seq_len or MAX_SEQ_LEN, max_length)

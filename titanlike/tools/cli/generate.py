@@ -105,7 +105,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     share = process_group.rank(), process_group.world_size()
     weights = open_weights(arguments.path, step=arguments.step, verify_share=share)
     max_length = weights.config.max_seq_len
-    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     if arguments.chat:
         chat(arguments, prompts, stop, weights, tokenizer, mesh, device)
         return

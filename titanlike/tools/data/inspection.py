@@ -40,7 +40,7 @@ def inspect_recipe(
         )
     if step > training.steps and not validation:
         raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
-    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     data = opener_of(recipe)(
         recipe.data,
         tokenizer,
