@@ -51,7 +51,7 @@ def open_sources(
         )  # fmt: skip
     else:
         arrays = [open_training(section, path, tokenizer) for path in paths]
-        splits = [validation_split(array) for array in arrays]
+        splits = [validation_split(array, tokenizer) for array in arrays]
         every = 0 if section.validation_path or any(splits) else section.holdout_every
         pack = partial(_dataset(section, tokenizer, seq_len), holdout_every=every)
         training = mix(
