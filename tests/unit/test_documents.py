@@ -15,6 +15,7 @@ import pytest
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents import readers as documents
+from titanlike.data.documents import records
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import BadRecord, Document, Fields, read_chunks, read_documents, split_chunks
 from titanlike.data.tokens.tokenizer import build_tokenizer
@@ -45,7 +46,7 @@ def refusal(found: File, fields: Fields | None = None, **options: Any) -> str:
 def chunk_size(monkeypatch: pytest.MonkeyPatch) -> int:
     """Makes chunks and blocks small."""
     monkeypatch.setattr(documents, "CHUNK_SIZE", 100)
-    monkeypatch.setattr(documents, "BLOCK", 64)
+    monkeypatch.setattr(records, "BLOCK", 64)
     return 100
 
 

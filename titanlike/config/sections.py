@@ -170,15 +170,16 @@ class Data:
     path: Annotated[FilePath, READS_FILES] = ""
     """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
     as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `gs://`, `az://`, `https://`,
-    `hf://datasets/`. A document is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as
-    `.gz` or `.zst`. A SageMaker job's channel `train` takes precedence over the recipe."""
+    `hf://datasets/`. A document is a text file, a line of `.jsonl`, an element or a line of `.json`, or a row of `.csv`, `.tsv`,
+    `.arrow` or `.parquet`; files may be compressed as `.gz` or `.zst`. A SageMaker job's channel `train` takes precedence over the
+    recipe."""
     mixture: Annotated[tuple[FilePath, ...], READS_FILES] = ()
     """Several paths to mix, instead of `path`."""
     weights: Annotated[tuple[PositiveFloat, ...], only_if(bool, "mixture", remedy="set {0}")] = ()
     """Sampling weights of the `mixture`, in its order, in sequences. They are normalized to sum to 1. Default: equal
     weights."""
     text_field: Annotated[str, READS_TEXT] = "text"
-    """Field of a JSON line or column of a Parquet file that contains the text."""
+    """Field of a JSON object or column of a table that contains the text."""
     prompt_field: Annotated[str, READS_PROMPTS] = ""
     """Field that contains a prompt, which precedes the text and is excluded from the loss. With `recipe = "seq2seq"`, it is the
     input of the encoder, and the text the target. Default: no prompt."""

@@ -143,7 +143,7 @@ def _num_bytes(tokens: Shards, tokenizer: Tokenizer, mesh: Mesh, num_tokens: int
 def _groups(tokens: Shards, num_tokens: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """Yields consecutive documents: their offset, and their lengths. The last one is cut at `num_tokens`."""
     for shard, offset in zip(tokens.shards, tokens.offsets.tolist(), strict=False):
-        if not shard.documents or offset >= num_tokens:
+        if not shard.tokens or offset >= num_tokens:
             continue
         ends = offset + tokens.document_lengths(shard).cumsum()
         ends = np.append(ends[ends < num_tokens], min(int(ends[-1]), num_tokens))

@@ -450,9 +450,11 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
     if data.validation_path:
         keys[data.validation_path] = "validation_path"
     shards = data.source == "shards"
-    expected = "a folder made by `titanlike data prepare`" if shards else "a text file, a folder or a pattern"
+    expected = (
+        "a folder made by `titanlike data prepare`, or .bin files" if shards else "a text file, a folder or a pattern"
+    )
     for path, key in keys.items():
-        if not _exists(path):
+        if not _exists(path) and not (shards and _exists(f"{path}.bin")):
             problems.append(
                 f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
             )

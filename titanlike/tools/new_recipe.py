@@ -13,6 +13,7 @@ from titanlike.config.base import divisors, validate
 from titanlike.config.load import dump, nearest
 from titanlike.config.schema import describe
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
+from titanlike.data.tokens.token_files import is_token_file
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
 from titanlike.run.preflight import check_recipe
@@ -51,6 +52,11 @@ def find_source(path: str) -> Source:
     folder = Path(path)
     if not path or "://" in path:
         return Source(path, float("inf"), {})
+    if is_token_file(path):
+        raise UserError(
+            f"--data {path}: token files do not name their tokenizer; leave out --data, and set data.source = 'shards', data.path "
+            "and tokenizer.encoding in the recipe"
+        )
     if not folder.exists():
         raise UserError(f"--data {path}: not found; give a folder or file of text, or a folder of token shards")
     if (folder / MANIFEST).is_file():

@@ -20,6 +20,7 @@ from titanlike.utils.live_line import DISK_FULL
 T = TypeVar("T")
 
 BLOCK = 2**20  # bytes read at a time from a compressed or remote file
+DATASET_DICT, *DATASET_FILES = "dataset_dict.json", "dataset_info.json", "state.json"  # of `datasets.save_to_disk`
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class File:
 
     @property
     def kind(self) -> str:
-        """Suffix of the name, without that of a compression."""
-        return Path(re.sub(r"\.(gz|zst)$", "", self.path)).suffix
+        """Suffix of the name in lower case, without that of a compression."""
+        return Path(re.sub(r"\.(gz|zst)$", "", self.path)).suffix.lower()
 
     @property
     def path(self) -> str:
@@ -66,6 +67,26 @@ def list_files(path: str, key: str = "data.path") -> list[File]:
     if not files:
         raise UserError(f"{key} = {path!r}: no files found")
     return files
+
+
+def data_files(paths: Sequence[str]) -> list[str]:
+    """Leaves out what `datasets.save_to_disk` writes beside the data of a dataset, and what `datasets` caches there. Refuses a
+    folder of several splits."""
+    named = [(path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths]
+    folders = {folder for folder, name in named if name.endswith(".arrow")}
+    for parent in (folder for folder, name in named if name == DATASET_DICT):
+        splits = sorted(folder.rpartition("/")[2] for folder in folders if folder.rpartition("/")[0] == parent)
+        if len(splits) > 1:
+            example = f"{parent}/{'train' if 'train' in splits else splits[0]}"
+            raise UserError(f"{parent} has the splits {', '.join(splits)} of a dataset; give one of them: {example}")
+    datasets = {folder for folder, name in named if name == "state.json"} & folders
+    return [
+        path
+        for path, (folder, name) in zip(paths, named, strict=True)
+        if not (folder in datasets and name.startswith("cache-"))
+        and not (folder in folders and name in DATASET_FILES)
+        and not (folders and name == DATASET_DICT)
+    ]
 
 
 def stdlib_files() -> list[File]:

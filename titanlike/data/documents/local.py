@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, local_file
+from titanlike.data.documents.files import File, data_files, local_file
+from titanlike.data.documents.records import ARROW, PARQUET
 
 
 def list_local(pattern: str) -> list[File]:
@@ -44,12 +45,12 @@ def _files_below(root: Path) -> list[Path]:
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         # A broken link is listed, so that opening it reports an error.
         found += [path for path in paths if (path.is_file() or not path.exists()) and _is_text(path)]
-    return sorted(found)
+    return list(map(Path, data_files(sorted(map(str, found)))))
 
 
 def _is_text(path: Path) -> bool:
     """Whether a file is, or contains, text: binary files, such as images, have a zero byte near their start."""
-    if path.suffix in (".gz", ".zst", ".parquet"):
+    if path.suffix in (".gz", ".zst", PARQUET, *ARROW):
         return True
     with suppress(OSError), path.open("rb") as file:
         return b"\0" not in file.read(8192)

@@ -1,26 +1,32 @@
-"""Reads documents from text, JSON lines and Parquet files. No torch.
+"""Reads documents from text files, and from the records of JSON, CSV, Arrow and Parquet files. No torch.
 
-A text file is one document. In a `.jsonl` file (or `.json` with one object per line) each line is a document; in a `.parquet` file
-each row is one.
+A text file is one document. In a file of records (`records.py`) each record is one.
 """
 
-import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import BLOCK, Decompressed, File, import_optional, open_file
+from titanlike.data.documents.files import File
+from titanlike.data.documents.records import KINDS, Span, decode, parse_records
+from titanlike.data.documents.records import BadRecord as BadRecord
+from titanlike.data.documents.records import OnBadRecord as OnBadRecord
 
 T = TypeVar("T")
-Span = tuple[int, int]
 
-LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = ".parquet"
 CHUNK_SIZE = 2**20  # characters of a document that are tokenized at once
+NOT_TEXT = {
+    **dict.fromkeys((".bin", ".idx"), "tokens or other binary data, of which data.source = 'shards' reads token files"),
+    **dict.fromkeys((".doc", ".docx", ".odt", ".pdf", ".ppt", ".pptx"), "a document of an office program"),
+    **dict.fromkeys((".ods", ".xls", ".xlsx"), "a spreadsheet"),
+    **dict.fromkeys(
+        (".ckpt", ".gguf", ".h5", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors"), "arrays or objects"
+    ),
+    **dict.fromkeys((".7z", ".bz2", ".rar", ".tar", ".tgz", ".xz", ".zip"), "an archive"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,21 +57,13 @@ class Document:
     fields: dict[str, Any] | None = None  # of the record, with `whole_record`
 
 
-class BadRecord(UserError):
-    """A record that cannot be used. The message names the file and the line or row."""
-
-
-OnBadRecord = Callable[[BadRecord], None]
-Parse = Callable[[Callable[[], Any]], T]  # takes a function that loads a record
-
-
 def read_documents(
     file: File, fields: Fields, *, first: int = 0, span: Span | None = None, bad: OnBadRecord | None = None
 ) -> Iterator[Document]:
     """Reads the documents of a file that are not empty, from record `first` of the span on.
 
     For JSON lines, `span` is a range of byte offsets, and the lines that begin in it are read; for Parquet it is a range of row
-    groups. A bad record is passed to `bad` and skipped, or raised by default.
+    groups; others have none. A bad record is passed to `bad` and skipped, or raised by default.
     """
     chunks: list[Document] = []
     for chunk in read_chunks(file, fields, first=first, span=span, bad=bad):
@@ -82,16 +80,12 @@ def read_chunks(
 ) -> Iterator[Document]:
     """Reads documents like `read_documents`, long ones in chunks, and empty ones too. Text files of any size fit in memory."""
     bad = bad or _raise
-    if file.kind not in (PARQUET, *LINES):
+    if file.kind not in KINDS:
         if not first:
             yield from _read_text(file, bad)
         return
-    extract = partial(_extract, fields=fields)
-    if file.kind == PARQUET:
-        columns = {} if fields.whole_record else fields.keys
-        records = _read_rows(file, columns, extract, first, span, bad)
-    else:
-        records = _read_lines(file, extract, first, span, bad)
+    columns = {} if fields.whole_record else fields.keys
+    records = parse_records(file, columns, partial(_extract, fields=fields), first, span, bad)
     for number, size, (text, prompt, record) in records:
         yield from chunks_of(Document(text, prompt, number, size, fields=record))
 
@@ -108,17 +102,14 @@ def chunks_of(document: Document) -> Iterator[Document]:
 
 
 def read_records(file: File, convert: Callable[[dict[str, Any]], T], *, bad: OnBadRecord | None = None) -> Iterator[T]:
-    """Reads the objects of a JSON lines or Parquet file, each converted by a function that raises `BadRecord` for a bad one."""
-    if file.kind not in (PARQUET, *LINES):
-        raise UserError(f"{file.name}: not a file of records; its name must end with {', '.join((*LINES, PARQUET))}")
+    """Reads the records of a file, each converted by a function that raises `BadRecord` for a bad one."""
+    if file.kind not in KINDS:
+        raise UserError(f"{file.name}: not a file of records; its name must end with {', '.join(KINDS)}")
 
     def parse(load: Callable[[], Any]) -> T:
         return convert(_load(load))
 
-    bad = bad or _raise
-    parquet = file.kind == PARQUET
-    records = _read_rows(file, {}, parse, 0, None, bad) if parquet else _read_lines(file, parse, 0, None, bad)
-    yield from (record for _, _, record in records)
+    yield from (record for _, _, record in parse_records(file, {}, parse, 0, None, bad or _raise))
 
 
 def split_chunks(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -155,126 +146,18 @@ def _raise(problem: BadRecord) -> None:
 
 def _read_text(file: File, bad: OnBadRecord) -> Iterator[Document]:
     try:
+        if what := NOT_TEXT.get(file.kind):
+            raise BadRecord(f"{file.name} is not text: its name stands for {what}; convert the file, or leave it out")
         if bad is not _raise and (file.compressed or not 0 < file.size <= CHUNK_SIZE):
-            for _ in _decode(file):  # find invalid UTF-8 first, to skip the complete file
+            for _ in decode(file):  # find invalid UTF-8 first, to skip the complete file
                 pass
         unread = file.size
-        for text, last in split_chunks(_decode(file)):
+        for text, last in split_chunks(decode(file)):
             size = unread if last else min(unread, len(text))
             yield Document(text, size=size, last=last)
             unread -= size
     except BadRecord as problem:
         bad(problem)
-
-
-def _decode(file: File) -> Iterator[str]:
-    """Decodes a file block by block, without a byte order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, byte_order_mark = 0, "\ufeff"
-    with open_file(file) as stream:
-        content = b"-"
-        while content:
-            content = _checked(file, lambda: stream.read(BLOCK))
-            incomplete = len(decoder.getstate()[0])  # bytes of a character that began in the previous block
-            try:
-                text = decoder.decode(content, final=not content)
-            except UnicodeDecodeError as error:
-                raise BadRecord(
-                    f"{file.name}: byte {offset - incomplete + error.start} is not UTF-8; convert the file, or leave it out"
-                ) from None
-            offset += len(content)
-            if text:
-                yield text.removeprefix(byte_order_mark)
-                byte_order_mark = ""
-
-
-def _read_lines(
-    file: File, parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
-) -> Iterator[tuple[int, int, T]]:
-    """Yields the number, the bytes in the file and the parsed content of each line that is not empty."""
-    begin, end = span or (0, None)
-    with open_file(file) as stream:
-        offset = compressed_offset = number = 0
-        if begin:
-            # The previous span reads the line that contains byte begin - 1. A line that begins at `begin` is read here.
-            offset = _checked(file, lambda: stream.seek(begin - 1))
-            offset += len(_checked(file, stream.readline))
-        while (end is None or offset < end) and (line := _checked(file, stream.readline, f", after line {number}")):
-            start, offset = offset, offset + len(line)
-            number += 1
-            if number <= first or not line.strip():
-                continue
-            size = len(line)
-            try:
-                record = parse(partial(json.loads, line))
-            except BadRecord as problem:
-                before = count_lines(file, start) if begin else number - 1
-                bad(BadRecord(f"{file.name}, line {before + 1}: {problem}"))
-                continue
-            if isinstance(stream, Decompressed):
-                before, compressed_offset = compressed_offset, stream.compressed.tell()
-                size = compressed_offset - before
-            yield number - 1, size, record
-
-
-def count_lines(file: File, stop: int) -> int:
-    """Counts the lines before a byte offset."""
-    with open_file(file) as stream:
-        return sum(stream.read(min(BLOCK, stop - start)).count(b"\n") for start in range(0, stop, BLOCK))
-
-
-def _read_rows(
-    file: File, columns: dict[str, str], parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
-) -> Iterator[tuple[int, int, T]]:
-    """Yields the number, the approximate bytes and the parsed content of each row. `columns` has the option that sets each name; if
-    it is empty, all columns are read."""
-    with open_parquet(file) as table:
-        for name, key in columns.items():
-            if name not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names)
-                raise UserError(f"{file.name}: no column {name!r}; its columns are {names}; set {key}")
-        sizes = row_groups(table)
-        begin, end = span or (0, len(sizes))
-        skipped, number = sum(sizes[:begin]), 0  # rows before the span, and rows of it
-        row_bytes = file.size // max(sum(sizes), 1)
-        for group in range(begin, end):
-            if number + sizes[group] <= first:
-                number += sizes[group]
-                continue
-            batches = table.iter_batches(256, row_groups=[group], columns=list(columns) or None)
-            read = partial(next, batches, None)
-            while (batch := _checked(file, read, f", row {skipped + number + 1}")) is not None:
-                for row in range(len(batch)):
-                    number += 1
-                    if number <= first:
-                        continue
-                    try:
-                        record = parse(partial(_to_python, batch, row))
-                    except BadRecord as problem:
-                        bad(BadRecord(f"{file.name}, row {skipped + number}: {problem}"))
-                    else:
-                        yield number - 1, row_bytes, record
-
-
-@contextmanager
-def open_parquet(file: File) -> Iterator[Any]:
-    """Opens a file as a `pyarrow.parquet.ParquetFile`."""
-    pyarrow = import_optional("pyarrow.parquet", file.name)
-    with open_file(file) as stream:
-        try:
-            table = pyarrow.parquet.ParquetFile(stream)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{file.name}: not a complete Parquet file: {error}") from None
-        yield table
-
-
-def row_groups(table: Any) -> list[int]:
-    """Returns the number of rows of each row group of a Parquet file."""
-    return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-
-
-def _to_python(batch: Any, row: int) -> dict[str, Any]:
-    return {name: batch[name][row].as_py() for name in batch.schema.names}
 
 
 def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str, dict[str, Any] | None]:
@@ -287,6 +170,8 @@ def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str, dict[st
 def _load(load: Callable[[], Any], expected: str = "") -> dict[str, Any]:
     try:
         record = load()
+    except BadRecord:
+        raise
     except UnicodeDecodeError as error:
         raise BadRecord(f"byte {error.start} is not UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -307,15 +192,3 @@ def _text_of(record: dict[str, Any], name: str, key: str) -> str:
 def replace_surrogates(text: str) -> str:
     """Replaces lone surrogates, which JSON permits and UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _checked(file: File, read: Callable[[], T], position: str = "") -> T:
-    """Calls `read`. Converts its errors into a `UserError` with the file and position."""
-    try:
-        return read()
-    except UserError:
-        raise
-    except EOFError:
-        raise UserError(f"{file.name}{position}: the file is truncated; copy it again") from None
-    except Exception as error:  # noqa: BLE001  each compression format and file system has its own errors
-        raise UserError(f"{file.name}{position}: cannot be read: {type(error).__name__}: {error}") from None

@@ -78,7 +78,8 @@ def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
         if folder.local and not folder.path("").exists():
             raise UserError(f"{path}: no such folder of token shards") from None
         raise UserError(
-            f"{path} is not a folder of token shards: it has no {MANIFEST}; create it with `titanlike data prepare`"
+            f"{path} is not a folder of token shards: it has no {MANIFEST}; create it with `titanlike data prepare`, or give the "
+            ".bin files of Megatron-LM, llm.c or nanoGPT"
         ) from None
     except OSError as error:
         raise UserError(f"{path}/{MANIFEST} cannot be read: {error}") from None
@@ -116,17 +117,25 @@ class _Span(NamedTuple):
 class Shards:
     """The tokens of one split as a single array."""
 
+    remedy = DAMAGED
+
     def __init__(self, path: str, split: str = TRAIN, *, tokenizer: "Tokenizer | None" = None) -> None:
         """With a tokenizer, tokens that it or its model does not have are refused when they are read."""
         self.path = path
         self.tokenizer = tokenizer
-        self.folder = DataDirectory(path)
-        self.manifest = read_manifest(path, self.folder)
+        self.folder, self.manifest = self._open(path)
         self.shards = self.manifest.splits.get(split, [])
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.offsets = np.cumsum([0] + [shard.tokens for shard in self.shards])
         self.has_prompts = any(shard.prompt_tokens for shard in self.shards)
         self._documents: dict[str, Numbers] = {}
+        self._check_files()
+
+    def _open(self, path: str) -> tuple[DataDirectory, Manifest]:
+        folder = DataDirectory(path)
+        return folder, read_manifest(path, folder)
+
+    def _check_files(self) -> None:
         sizes = self.folder.sizes()
         if sizes is not None:  # None: the server cannot list files
             for shard in self.shards:
@@ -148,14 +157,19 @@ class Shards:
         digest = hashlib.sha256(self.manifest.fingerprint.encode())
         length = min(SAMPLE_SIZE, self.num_tokens)
         digest.update(self.read(np.linspace(0, self.num_tokens - length, NUM_SAMPLES).astype(np.int64), length).data)
+        for content in self._sample_documents():
+            digest.update(content)
+        return digest.hexdigest()[:16]
+
+    def _sample_documents(self) -> Iterator[bytes]:
+        """Reads the last documents of some shards, and checks them."""
         shards = [shard for shard in self.shards if shard.documents]
         shards = shards[:: -(-len(shards) // NUM_SAMPLES) or 1]
         first_rows = [max(shard.documents - SAMPLE_SIZE, 0) for shard in shards]
         ranges = [(_documents_of(s), 16 * first, 16 * s.documents) for s, first in zip(shards, first_rows, strict=True)]
         for shard, first, content in zip(shards, first_rows, self.folder.ranges(ranges), strict=True):
             self._check_documents(shard, content, is_first=not first)
-            digest.update(content)
-        return digest.hexdigest()[:16]
+            yield content
 
     def read(self, starts: Numbers, length: int) -> Numbers:
         """Returns `length` tokens from each start (N, length)."""
@@ -163,13 +177,17 @@ class Shards:
 
     def read_pieces(self, starts: Numbers, lengths: Numbers) -> Numbers:
         """Returns some tokens from each start, one piece after the other."""
-        spans, width = list(self._spans(starts, lengths)), self.dtype.itemsize
-        ranges = [(_tokens_of(s.shard), s.start * width, (s.start + s.length) * width) for s in spans]
+        spans = list(self._spans(starts, lengths))
+        ranges = [self._range_of(span.shard, span.start, span.start + span.length) for span in spans]
         content = b"".join(self.folder.ranges(ranges))  # spans are in the order of the result
         result = np.frombuffer(content, self.dtype).astype(np.int64)
-        if self.tokenizer and result.max(initial=0) >= self.tokenizer.vocab_size:
+        if self.tokenizer and result.view(np.uint64).max(initial=0) >= self.tokenizer.vocab_size:
             self._refuse_token(self.tokenizer, spans, result)
         return result
+
+    def _range_of(self, shard: Shard, start: int, stop: int) -> tuple[str, int, int]:
+        """Returns the file of a shard and the byte range of some of its tokens."""
+        return f"{shard.name}.tokens", start * self.dtype.itemsize, stop * self.dtype.itemsize
 
     def loss_mask(self, starts: Numbers, length: int) -> npt.NDArray[np.bool_] | None:
         """Returns which of these tokens are labels (N, length), or None if there are no prompts."""
@@ -235,14 +253,14 @@ class Shards:
     def _refuse_token(self, tokenizer: "Tokenizer", spans: Sequence[_Span], tokens: Numbers) -> NoReturn:
         """Raises `UserError` with the position of the first token that is not in the vocabulary."""
         for place, shard, start, length in spans:
-            [wrong] = np.nonzero(tokens[place : place + length] >= tokenizer.vocab_size)
+            [wrong] = np.nonzero(tokens[place : place + length].view(np.uint64) >= tokenizer.vocab_size)
             if len(wrong):
-                file, position = f"{self.path}/{_tokens_of(shard)}", start + wrong[0]
+                file, position = f"{self.folder.location}/{self._range_of(shard, 0, 0)[0]}", start + wrong[0]
                 token, num_tokens = int(tokens[place + wrong[0]]), tokenizer.codec.vocab_size
-                if token < num_tokens:
+                if 0 <= token < num_tokens:
                     raise UserError(f"{file} has at {position} {tokenizer.outside_model(token)}")
                 raise UserError(
-                    f"{file} is damaged: token {position} is {token}, but the tokenizer has {num_tokens}; {DAMAGED}"
+                    f"{file} is damaged: token {position} is {token}, but the tokenizer has {num_tokens}; {self.remedy}"
                 )
         raise AssertionError
 
@@ -254,10 +272,6 @@ class Shards:
             raise UserError(
                 f"{self.path}/{name} is {problem}: it has {sizes[name]} bytes, but the manifest says {expected}; {DAMAGED}"
             )
-
-
-def _tokens_of(shard: Shard) -> str:
-    return f"{shard.name}.tokens"
 
 
 def _documents_of(shard: Shard) -> str:

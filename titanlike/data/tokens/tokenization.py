@@ -16,7 +16,8 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import DiskFull, File, convert_write_errors, is_address
-from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Document, Fields, OnBadRecord, read_chunks
+from titanlike.data.documents.readers import BadRecord, Document, Fields, OnBadRecord, read_chunks
+from titanlike.data.documents.records import KINDS
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
@@ -159,8 +160,7 @@ def check_unchanged(file: File) -> None:
 def check_free_space(folder: Path, spans: Sequence[FileSpan], tokenizer: Tokenizer) -> None:
     """Raises if not even a low estimate of the output fits: long tokens, and records that are mostly not text."""
     token_bytes = 1 if tokenizer.vocab_size <= BYTE_VOCAB_SIZE else MAX_TOKEN_BYTES
-    kinds = (PARQUET, *LINES)
-    text = sum(s.size // 4 if s.file.kind in kinds and not s.file.compressed else s.size for s in spans)
+    text = sum(s.size // 4 if s.file.kind in KINDS and not s.file.compressed else s.size for s in spans)
     needed, free = text // token_bytes * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
     if needed > free:
         raise DiskFull(

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from titanlike.data.documents.files import File, convert_write_errors, is_address, open_file
-from titanlike.data.documents.readers import LINES, PARQUET, open_parquet, row_groups
+from titanlike.data.documents.records import LINES, PARQUET, is_array, open_parquet, row_groups
 from titanlike.data.tokens.shards import Shard
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult
 from titanlike.utils.files import atomic_write_text, fsync_directory
@@ -75,7 +75,7 @@ def _split_file(file: File, limit: int) -> list[FileSpan]:
     """Splits a file into spans of about `limit` bytes. A file that cannot be split is one span."""
     count = -(-file.size // limit)
     if count > 1 and not file.compressed:
-        if file.kind in LINES and _is_seekable(file):
+        if file.kind in LINES and not is_array(file) and _is_seekable(file):
             offsets = [file.size * number // count for number in range(count + 1)]
             return [FileSpan(file, stop - start, (start, stop)) for start, stop in pairwise(offsets)]
         if file.kind == PARQUET:

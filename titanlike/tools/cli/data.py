@@ -27,7 +27,7 @@ PLAIN_INTERVAL = 10.0  # seconds between two lines of progress without a termina
 INPUT = (
     "a file, a folder, a quoted pattern such as 'corpus/**/*.txt', or a URL such as s3://bucket/folder, "
     "https://host/part-{000..127}.jsonl.gz or 'hf://datasets/OWNER/NAME/**/*.parquet'. A text file is one document; in .jsonl, "
-    ".json (one object per line) and .parquet files each record is one; .gz and .zst are decompressed"
+    ".json, .csv, .tsv, .arrow and .parquet files each record is one; .gz and .zst are decompressed"
 )
 
 PREPARE = """\

@@ -17,7 +17,8 @@ from titanlike.data.batches.masked_tokens import MaskedSource
 from titanlike.data.batches.openers import opener_of
 from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
 from titanlike.data.batches.span_corruption import SpanCorruptedSource
-from titanlike.data.tokens.shards import Shards, read_manifest, totals
+from titanlike.data.tokens.shards import totals
+from titanlike.data.tokens.token_files import find_token_files, open_shards
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.models.base_config import IGNORE
 from titanlike.tools.data.quality.report import read_report, render_report
@@ -72,28 +73,32 @@ def inspect_recipe(
 
 
 def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> None:
-    """Prints the contents of a folder of token shards, and the report of what was removed from the text. With `verify`, checks the
-    hash of each file."""
-    manifest = read_manifest(path)
+    """Prints the contents of token shards or token files, and the report of what was removed from the text. With `verify`, checks
+    the hash of each file."""
+    training = open_shards(path)
+    manifest = training.manifest
     tokenizer = manifest.tokenizer
-    lines = [f"shards  {path}: {manifest.dtype}, tokenizer {tokenizer.get('encoding')} {tokenizer['fingerprint']}"]
+    made_by = f"of {manifest.source['program']}" if find_token_files(path) else f"tokenizer {tokenizer.get('encoding')}"
+    lines = [f"shards  {path}: {manifest.dtype}, {made_by} {tokenizer['fingerprint']}".rstrip()]
     for name, shards in manifest.splits.items():
         num_tokens, num_documents = totals(shards)
         num_prompt = sum(shard.prompt_tokens for shard in shards)
+        documents = f"{num_documents:,}" if num_documents else "an unknown number of"
         lines.append(
-            f"        {name}: {num_tokens:,} tokens, {num_documents:,} documents, {len(shards)} shard{'s' * (len(shards) != 1)}"
+            f"        {name}: {num_tokens:,} tokens, {documents} documents, {len(shards)} shard"
+            f"{'s' * (len(shards) != 1)}"
             + (f", {num_prompt:,} prompt tokens (excluded from the loss)" if num_prompt else "")
         )
-        split = Shards(path, name)
+        split = open_shards(path, name)
         for shard in shards[:limit]:
             lengths = np.sort(split.document_lengths(shard))
-            lines.append(
-                f"          {shard.name}: {shard.tokens:,} tokens; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, "
-                f"median {lengths[len(lengths) // 2]:,}"
-            )
+            lines.append(f"          {shard.name}: {shard.tokens:,} tokens")
+            if len(lengths):  # of a file without an index, they depend on the tokenizer
+                middle = lengths[len(lengths) // 2]
+                lines[-1] += f"; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}"
         if verify:
             split.verify()
-    lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {Shards(path).fingerprint}")
+    lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {training.fingerprint}")
     report = read_report(path)
     if report:
         lines += render_report(report, limit)
@@ -103,13 +108,13 @@ def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> 
 
 
 def shards_as_json(path: str, *, verify: bool) -> str:
-    """Returns the manifest of a folder of token shards, and the report of what was removed from the text, as JSON. With `verify`,
-    checks the hash of each file."""
-    manifest = read_manifest(path)
+    """Returns the manifest of token shards or token files, and the report of what was removed from the text, as JSON. With
+    `verify`, checks the hash of each file."""
+    training = open_shards(path)
     if verify:
-        for name in manifest.splits:
-            Shards(path, name).verify()
-    values = asdict(manifest) | {"fingerprint": Shards(path).fingerprint, "report": read_report(path)}
+        for name in training.manifest.splits:
+            open_shards(path, name).verify()
+    values = asdict(training.manifest) | {"fingerprint": training.fingerprint, "report": read_report(path)}
     return json.dumps(values, indent=1)
 
 

@@ -149,7 +149,7 @@ def _data(job: Conversion) -> None:
         job.set("data.source", "shards", "--data-path")
         weights = [float(path) for path in job["--data-path"] if path not in paths]
         files = [_path(path) or "shards" for path in paths]
-        comment = "token shards: Megatron-LM's .bin and .idx are not read; prepare the text again with `titanlike data prepare`"
+        comment = "Megatron-LM's .bin and .idx are read in place"
         if len(files) > 1:
             job.set("data.mixture", files, "--data-path", comment=comment)
             job.set("data.weights", weights if len(weights) == len(files) else [], "--data-path")

@@ -7,16 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.data.documents.readers import (
-    LINES,
-    PARQUET,
-    Document,
-    OnBadRecord,
-    count_lines,
-    open_parquet,
-    read_chunks,
-    row_groups,
-)
+from titanlike.data.documents.readers import Document, OnBadRecord, read_chunks
+from titanlike.data.documents.records import KINDS, PARQUET, count_lines, name_of_record, open_parquet, row_groups
 from titanlike.data.tokens.tokenization import FileSpan
 from titanlike.tools.data.quality.filters import Verdict, judge, judge_words
 from titanlike.tools.data.quality.hashing import GROUP, Words, mix, select, words_of
@@ -39,11 +31,13 @@ class Candidate:
     def where(self) -> str:
         """The file of the document, and its line or row."""
         span, number = self.span, self.document.record + 1
-        if span.file.kind not in (PARQUET, *LINES):
+        if span.file.kind not in KINDS:
             return span.file.name
-        what, after = ("row", "row group {}") if span.file.kind == PARQUET else ("line", "byte {:,}")
+        after = "row group {}" if span.file.kind == PARQUET else "byte {:,}"
         begin = span.bounds[0] if span.bounds else 0
-        return f"{span.file.name}, {what} {number}" + (f" after {after.format(begin)}" if begin else "")
+        return f"{span.file.name}, {name_of_record(span.file)} {number}" + (
+            f" after {after.format(begin)}" if begin else ""
+        )
 
     def example(self, order: int, detail: str = "") -> Example:
         return Example(order, self.where, self.text[:EXCERPT], detail)
@@ -94,10 +88,10 @@ def position_of(span: FileSpan, record: int) -> str:
     if file.kind == PARQUET:
         with open_parquet(file) as table:
             return f"{file.name}, row {sum(row_groups(table)[:begin]) + record + 1}"
-    if file.kind not in LINES:
+    if file.kind not in KINDS:
         return file.name
     before = count_lines(file, begin - 1) + 1 if begin else 0  # lines that begin before the span
-    return f"{file.name}, line {before + record + 1}"
+    return f"{file.name}, {name_of_record(file)} {before + record + 1}"
 
 
 def apply_own_filter(candidate: Candidate, quality: Quality) -> bool:
