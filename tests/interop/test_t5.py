@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from tests.interop.models import T5, export_model, model_of
+from tests.interop.models import T5, MemoryWeights, export_model, model_of
+from titanlike.config.sections import Tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
 from titanlike.distributed import launch_config
+from titanlike.interop.export import export
+from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.loss import IGNORE
 from titanlike.models.registry import build_model
@@ -27,8 +31,8 @@ logging.disable_progress_bar()
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
-# The byte tokenizer's vocabulary, and as many blocks in both stacks: transformers 5.24 does not generate with others.
-GENERATING = dataclasses.replace(T5, vocab_size=257, num_layers=4)
+# As many blocks in both stacks: transformers 5.24 does not generate with others.
+GENERATING = dataclasses.replace(T5, num_layers=4)
 
 
 def load(folder: Path) -> Any:
@@ -199,14 +203,31 @@ def test_pairs_in_one_sequence_are_computed_by_themselves(tmp_path: Path) -> Non
         ends = [ends[0] + source, ends[1] + target]
 
 
+@pytest.mark.parametrize("kind", ["bytes", "BOS", "sentinels"])
 def test_greedy_generation_equals_that_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The text is that of transformers for what AutoTokenizer makes of the prompt, which ends with EOS, as in the training."""
+    section = Tokenizer()
+    if kind != "bytes":
+        names = ["<s>"] if kind == "BOS" else ["<extra_id_1>", "<extra_id_0>"]
+        files = tokenizer_files(build_tokenizer(section), 256)
+        content = json.loads(files["tokenizer.json"])
+        [eos] = content["added_tokens"]
+        content["added_tokens"] += [eos | {"id": 257 + index, "content": name} for index, name in enumerate(names)]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        (tmp_path / "tokenizer_config.json").write_bytes(files["tokenizer_config.json"])
+        both: Any = dict(special="both", bos="<s>") if kind == "BOS" else {}
+        section = Tokenizer(encoding=str(tmp_path / "tokenizer.json"), **both)
     model = model_of(GENERATING)
-    with torch.no_grad():  # of random bytes, only ASCII is text
-        model.get_submodule("output").weight[128:] = 0.0
-    folder = export_model(model, GENERATING, tmp_path / "hf")
-    prompts = ["a text", "another text, which is longer than the first one"]
+    with (
+        torch.no_grad()
+    ):  # of random bytes, only ASCII is text; rows that are no token of a tokenizer are not generated
+        model.get_submodule("output").weight[128:256] = 0.0
+        model.get_submodule("output").weight[259 if kind == "sentinels" else 301 :] = 0.0
+    folder = tmp_path / "hf"
+    export(MemoryWeights(model, GENERATING, section), folder)
+    prompts = ["a text", "another text, which is longer than the first one", "Words <extra_id_0> and <extra_id_1>."]
     for name in launch_config.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPROC", "1")
@@ -220,12 +241,21 @@ def test_greedy_generation_equals_that_of_transformers(
     monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
     program.main()
     texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    reference = load(folder)
+    reference, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
+    ours = with_sentinels(build_tokenizer(section), GENERATING.vocab_size)
+    sentinels = (258, 257) if kind == "sentinels" else (300, 299)
     for prompt, text in zip(prompts, texts, strict=True):
-        inputs = torch.tensor([[*prompt.encode(), 256]])
-        tokens = reference.generate(inputs, do_sample=False, max_new_tokens=30)[0].tolist()
-        assert tokens[0] == 0 and bytes(token for token in tokens[1:] if token < 256).decode() == text
+        inputs = tokenizer(prompt, return_tensors="pt")
+        tokens = inputs["input_ids"][0].tolist()
+        assert tokens == ours.encoder_input(prompt) and tokens[-1] == 256
+        assert tokens[0] == (257 if kind == "BOS" else ord(prompt[0]))
+        assert [token for token in tokens if token > 256 and token != ours.bos] == (
+            list(sentinels) if "<" in prompt else []
+        )
+        found = reference.generate(**inputs, do_sample=False, max_new_tokens=30)[0].tolist()
+        assert found[0] == 0 and text == tokenizer.decode([token for token in found[1:] if token != 256])
         assert len(set(text)) > 3
+    assert kind == "sentinels" or any("<extra_id_" in text for text in texts)
 
     for command in (["generate", "--chat"], ["evaluate", "--data", str(folder / "README.md")]):
         monkeypatch.setattr(sys, "argv", ["titanlike", command[0], str(folder), *command[1:]])

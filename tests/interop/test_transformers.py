@@ -20,7 +20,7 @@ from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.hf_parameters import whole
-from titanlike.interop.tokenizer_files import adds_bos, tokenizer_files
+from titanlike.interop.tokenizer_files import adds_bos_and_eos, tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.experts import routers
@@ -458,32 +458,40 @@ def rank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tokenizer.model"
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize(
     ("kind", "special"),
-    [("bytes", "eos"), *itertools.product(("ranks", "json", "json with BOS"), ("eos", "both"))],
+    [
+        ("bytes", "eos"),
+        *itertools.product(("ranks", "json", "json with BOS", "json with both"), ("eos", "bos", "both")),
+    ],
 )
-def test_auto_tokenizer_gives_the_same_tokens(kind: str, special: str, rank_file: Path, tmp_path: Path) -> None:
+def test_auto_tokenizer_gives_the_same_tokens(
+    kind: str, special: str, closes: bool, rank_file: Path, tmp_path: Path
+) -> None:
+    """BOS begins a text if it begins the documents of the training. EOS ends it for an encoder only."""
     encodings = {"bytes": "bytes", "ranks": str(rank_file), "json": str(rank_file.with_suffix(".json"))}
     section = Tokenizer(encoding=encodings.get(kind, ""), special=special)  # type: ignore[arg-type]
-    if kind == "json with BOS":
+    if kind.startswith("json with"):
         first = build_tokenizer(Tokenizer(encoding=str(rank_file), special="both"))
         (tmp_path / "first").mkdir()
-        for name, content in tokenizer_files(first, 256).items():
+        for name, content in tokenizer_files(first, 256, closes=kind == "json with both").items():
             (tmp_path / "first" / name).write_bytes(content)
         section = Tokenizer(encoding=str(tmp_path / "first"), special=special)  # type: ignore[arg-type]
     ours = build_tokenizer(section)
     (tmp_path / "hf").mkdir()
-    for name, content in tokenizer_files(ours, 256).items():
+    for name, content in tokenizer_files(ours, 256, closes=closes).items():
         (tmp_path / "hf" / name).write_bytes(content)
     (tmp_path / "hf/config.json").write_text(json.dumps(LLAMA.to_hugging_face()))
     reference = AutoTokenizer.from_pretrained(tmp_path / "hf")
     expected = ours.encode(NASTY).tolist()
     assert reference(NASTY, add_special_tokens=False).input_ids == expected
     assert reference.decode(expected) == NASTY
-    assert reference(NASTY).input_ids == ([ours.bos] if special == "both" else []) + expected
+    begin, end = ([] if token is None else [token] for token in (ours.bos, ours.eos if closes else None))
+    assert reference(NASTY).input_ids == begin + expected + end
     contents = [
         json.loads((tmp_path / "hf" / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json")
     ]
-    assert adds_bos(*contents) == (special == "both")
-    assert adds_bos({}, {"add_bos_token": True})  # as DeepSeek's
-    assert reference.eos_token_id == ours.eos
+    assert adds_bos_and_eos(*contents) == (special != "eos", closes and special != "bos")
+    assert adds_bos_and_eos({}, {"add_bos_token": True}) == (True, False)  # as DeepSeek's
+    assert ours.eos in (None, reference.eos_token_id)

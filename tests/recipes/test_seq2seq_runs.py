@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tests.launching import ROOT, SMALL, python, run, start, wait_for
 from titanlike.config.load import load
@@ -84,6 +84,17 @@ def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(t
                 mean = model(batch.inputs["tokens"], labels=batch.labels).loss
             loss, count = loss + float(mean * is_label.sum()), count + int(is_label.sum())
     assert loss / count == pytest.approx(records(tmp_path / "runs/whole")[-1]["validation_loss"], rel=1e-5)
+    # The sentinels are rows of the embedding that the byte tokenizer does not have.
+    prompt = "def <extra_id_0>(self): return <extra_id_1>"
+    arguments = ["generate", "runs/whole", "--prompt", prompt, "--temperature=0", "--tokens=20", "--json"]
+    generated = python(tmp_path, "-m", "titanlike.tools.cli.main", *arguments, variables={"NPROC": "1"})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/whole/hf")
+    inputs = tokenizer(prompt, return_tensors="pt")
+    assert {recipe.model.vocab_size - 1, recipe.model.vocab_size - 2} < set(inputs["input_ids"][0].tolist())
+    found = model.generate(**inputs, do_sample=False, max_new_tokens=20, use_cache=False)[0, 1:]
+    assert json.loads(generated.stdout)["text"] == tokenizer.decode(
+        [t for t in found.tolist() if t != tokenizer.eos_token_id]
+    )
     imported = python(tmp_path, "-m", "titanlike.tools.cli.main", "import", "runs/whole/hf", "again.toml")
     assert imported.returncode == 0, imported.stderr
     text = (tmp_path / "again.toml").read_text()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
-from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer, with_sentinels
 from titanlike.interop.generation_config import GENERATION_CONFIG, generation_config, trained_template
 from titanlike.interop.hf_folder import CONFIG, INDEX
 from titanlike.interop.hf_parameters import join_parts, stored_tensors
@@ -89,7 +89,10 @@ def export(
     _check_tokenizer(weights, tokenizer)
     plan = _Plan(weights, getattr(torch, dtype) if dtype else None)
     with whole_folder(folder) as partial:
-        files = tokenizer_files(tokenizer, weights.config.max_seq_len)
+        if weights.config.is_encoder_decoder:
+            tokenizer = with_sentinels(tokenizer, weights.config.vocab_size)
+        closes = weights.config.is_encoder_decoder or not weights.config.causal
+        files = tokenizer_files(tokenizer, weights.config.max_seq_len, closes=closes)
         if template := trained_template(weights, tokenizer):
             files["chat_template.jinja"] = template.source.encode()
         for name, content in files.items():

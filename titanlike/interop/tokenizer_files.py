@@ -11,10 +11,14 @@ from titanlike.utils.files import read_regular
 
 # Files beside a tokenizer.json that belong to the tokenizer.
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja")
+Added = tuple[int | None, int | None]  # before a text and after it
+FLAGS = ("add_bos_token", "add_eos_token")  # in a tokenizer_config.json
 
 
-def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """Returns the names and contents of files from which `AutoTokenizer` builds the same tokenizer."""
+def tokenizer_files(tokenizer: Tokenizer, max_length: int, *, closes: bool = False) -> dict[str, bytes]:
+    """Returns the names and contents of files from which `AutoTokenizer` builds the same tokenizer, which begins a text with BOS if
+    documents begin with it, and, if `closes`, as for an encoder, ends it with EOS."""
+    added: Added = tokenizer.bos, tokenizer.eos if closes else None
     names = {number: name for name, number in tokenizer.codec.special.items()}
     config: dict[str, Any] = {}
     files = {}
@@ -23,15 +27,24 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         files["tokenizer.json"] = read_regular(source[0])
         if len(source) > 1:
             config = json.loads(read_regular(source[1]))
-        content, wants_bos = json.loads(files["tokenizer.json"]), tokenizer.bos is not None
-        if adds_bos(content, config) != wants_bos:
-            content["post_processor"] = _with_bos(content, tokenizer) if wants_bos else _without_bos(content)
-            config["add_bos_token"] = wants_bos  # which replaces the post-processor in some classes of transformers
+        content = json.loads(files["tokenizer.json"])
+        known = {token.get("content") for token in content.get("added_tokens") or []}
+        content["added_tokens"] = (content.get("added_tokens") or []) + [
+            token for token in _special_tokens(tokenizer) if token["content"] not in known
+        ]
+        wanted = tuple(token is not None for token in added)
+        if adds_bos_and_eos(content, config) != wanted:
+            steps = [step for step in _steps_of(content) if "SpecialToken" not in _template_of(step)]
+            steps += [_template(tokenizer, added)] if any(wanted) else []
+            content["post_processor"] = {"type": "Sequence", "processors": steps} if steps else None
+            # Some classes of transformers replace the post-processor by these.
+            config |= dict(zip(FLAGS, wanted, strict=True))
+        if content != json.loads(files["tokenizer.json"]):
             files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
         companions = [source[0].with_name(name) for name in COMPANIONS]
         files |= {file.name: read_regular(file) for file in companions if file.is_file()}
     else:
-        files["tokenizer.json"] = json.dumps(_byte_pair_tokenizer(tokenizer), ensure_ascii=False).encode()
+        files["tokenizer.json"] = json.dumps(_byte_pair_tokenizer(tokenizer, added), ensure_ascii=False).encode()
     if config.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows, and 5 still accepts
     for key, number in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
@@ -45,7 +58,16 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     return files
 
 
-def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+def _special_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Returns the special tokens in the form of a `tokenizer.json`."""
+    return [
+        {"id": number, "content": name, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for name, number in sorted(tokenizer.codec.special.items(), key=lambda item: item[1])
+    ]
+
+
+def _byte_pair_tokenizer(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
     """Returns a tiktoken encoding as the content of a `tokenizer.json`."""
     encoding: Any = tokenizer.codec
     ranks: Mapping[bytes, int] = encoding.encoding._mergeable_ranks
@@ -56,11 +78,6 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         parts = _parts(token, ranks)
         if len(parts) == 2:
             merges.append([spelled[part] for part in parts])
-    special = [
-        {"id": number, "content": name, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for name, number in sorted(encoding.special.items(), key=lambda item: item[1])
-    ]
     # A "+" after a count is possessive in tiktoken, which makes no difference here, and another repetition in tokenizers.
     pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", encoding.encoding._pat_str)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -69,10 +86,10 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": special,
+        "added_tokens": _special_tokens(tokenizer),
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": _begin_with(tokenizer) or byte_level,
+        "post_processor": byte_level if added == (None, None) else _template(tokenizer, added),
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -89,11 +106,12 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def adds_bos(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether a `tokenizer.json`, with the `tokenizer_config.json` beside it, begins every text with a special token."""
-    if isinstance(config.get("add_bos_token"), bool):
-        return bool(config["add_bos_token"])
-    return any(_template_of(step)[:1] == ["SpecialToken"] for step in _steps_of(content))
+def adds_bos_and_eos(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a `tokenizer.json`, with the `tokenizer_config.json` beside it, begins and ends every text with a special token."""
+    templates = [_template_of(step) for step in _steps_of(content)]
+    first, last = (["SpecialToken"] in [template[at:][:1] for template in templates] for at in (0, -1))
+    given = [config.get(flag) for flag in FLAGS]
+    return first if given[0] is None else bool(given[0]), last if given[1] is None else bool(given[1])
 
 
 def _steps_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -111,30 +129,17 @@ def _template_of(step: Mapping[str, Any]) -> list[str]:
     return [kind for piece in single for kind in piece] if isinstance(single, list) else []
 
 
-def _with_bos(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the post-processor with BOS before a text."""
-    return {"type": "Sequence", "processors": [*_steps_of(content), _begin_with(tokenizer)]}
-
-
-def _without_bos(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the post-processor without the steps that add special tokens."""
-    steps = [step for step in _steps_of(content) if "SpecialToken" not in _template_of(step)]
-    return {"type": "Sequence", "processors": steps} if steps else None
-
-
-def _begin_with(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the post-processor that adds BOS to a text if the model was trained with it."""
-    if tokenizer.bos is None:
-        return None
-    [name] = [name for name, number in tokenizer.codec.special.items() if number == tokenizer.bos]
-    first: dict[str, Any] = {"SpecialToken": {"id": name, "type_id": 0}}
-    text: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
-    pair: dict[str, Any] = {"Sequence": {"id": "B", "type_id": 0}}
+def _template(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
+    """Returns the post-processor that adds a special token before and after a text."""
+    names = {number: name for name, number in tokenizer.codec.special.items()}
+    begin, end = ([] if token is None else [{"SpecialToken": {"id": names[token], "type_id": 0}}] for token in added)
+    first, second = ([{"Sequence": {"id": text, "type_id": 0}}, *end] for text in "AB")
+    named = {names[token]: token for token in added if token is not None}
     return {
         "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, pair],
-        "special_tokens": {name: {"id": name, "ids": [tokenizer.bos], "tokens": [name]}},
+        "single": [*begin, *first],
+        "pair": [*begin, *first, *second],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]} for name, token in named.items()},
     }
 
 

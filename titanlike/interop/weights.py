@@ -336,10 +336,10 @@ def _checkpoint_dir(recipe: Path) -> str:
 
 def _adds_bos(folder: Path) -> bool:
     """Whether the tokenizer in a folder begins every text with a special token."""
-    from titanlike.interop.tokenizer_files import adds_bos  # imports tiktoken
+    from titanlike.interop.tokenizer_files import adds_bos_and_eos  # imports tiktoken
 
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    return adds_bos(*[read_json(file) if file.exists() else {} for file in files])
+    return adds_bos_and_eos(*[read_json(file) if file.exists() else {} for file in files])[0]
 
 
 def _config_of(recipe: Mapping[str, object], path: str) -> TransformerConfig:

@@ -133,6 +133,11 @@ class Tokenizer:
         begin = [] if self.bos is None else [self.bos]
         return begin + self.encode(text).tolist() or [self.separator.token]
 
+    def encoder_input(self, text: str) -> list[int]:
+        """Encodes an input of an encoder-decoder, in which names of special tokens are these tokens."""
+        begin, end = ([] if token is None else [token] for token in (self.bos, self.eos))
+        return [*begin, *self.encode_with_special(text)[0].tolist(), *end]
+
     def document(self, text: str, prompt: str = "", *, first: bool = True, last: bool = True) -> tuple[TokenIDs, int]:
         """Encodes a document, with special tokens, or a chunk of one: BOS precedes its first chunk, EOS follows its last.
 
@@ -176,6 +181,16 @@ class _TiktokenCodec:
         self.special = encoding._special_tokens
         self.vocab_size = encoding.n_vocab
         self.num_ordinary = 1 + max(encoding._mergeable_ranks.values())
+
+    def with_special(self, names: list[str]) -> "_TiktokenCodec":
+        """Returns the encoding with further special tokens."""
+        old = self.encoding
+        special = old._special_tokens | {name: old.n_vocab + index for index, name in enumerate(names)}
+        return _TiktokenCodec(
+            tiktoken.Encoding(
+                old.name, pat_str=old._pat_str, mergeable_ranks=old._mergeable_ranks, special_tokens=special
+            )
+        )
 
     @property
     def identity(self) -> bytes:
@@ -244,6 +259,14 @@ class _HuggingFaceCodec:
         model = json.loads(self.identity)["model"]
         return model.get("merges", model["vocab"])
 
+    def with_special(self, names: list[str]) -> "_HuggingFaceCodec":
+        """Returns the tokenizer with further special tokens."""
+        codec = _HuggingFaceCodec(self.path)
+        codec.tokenizer.add_special_tokens(names)
+        codec.special |= {name: self.vocab_size + index for index, name in enumerate(names)}
+        codec.vocab_size += len(names)
+        return codec
+
     def encode(self, text: str) -> TokenIDs:
         # The batch variant does not compute character offsets, which are not needed.
         with self._library_errors():
@@ -305,6 +328,15 @@ def build_tokenizer(section: Section, model_vocab_size: int | None = None, weigh
             f"tokenizer.encoding = {section.encoding!r}; {tokenizer.remedy(tokenizer.codec.vocab_size)}"
         )
     return tokenizer
+
+
+def with_sentinels(tokenizer: Tokenizer, model_vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer of an encoder-decoder with sentinels `<extra_id_0>`, ... among its special tokens. If it has none, they
+    are the rows of the model that follow its tokens, from the last one on."""
+    if "<extra_id_0>" in tokenizer.codec.special:
+        return tokenizer
+    names = [f"<extra_id_{index}>" for index in reversed(range(model_vocab_size - tokenizer.codec.vocab_size))]
+    return Tokenizer(tokenizer.codec.with_special(names), tokenizer.section, model_vocab_size, tokenizer.weights)
 
 
 def files_of(encoding: str) -> list[Path]:

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str], device: "torch.device") -> None:
-    from titanlike.data.tokens.tokenizer import build_tokenizer
+    from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
     from titanlike.distributed import process_group
     from titanlike.inference.generation import generate
     from titanlike.inference.logits import NextLogits
@@ -110,8 +110,11 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
         chat(arguments, prompts, stop, weights, tokenizer, mesh, device)
         return
     has_encoder = weights.config.is_encoder_decoder
-    encoded = [tokenizer.opening(prompt) for prompt in prompts]
-    if not has_encoder:
+    if has_encoder:
+        tokenizer = with_sentinels(tokenizer, weights.config.vocab_size)
+        encoded = [tokenizer.encoder_input(prompt) for prompt in prompts]
+    else:
+        encoded = [tokenizer.opening(prompt) for prompt in prompts]
         check_prompts(encoded, max_length)
     ends = stop_tokens(weights, tokenizer)
     dtype = arguments.dtype or default_dtype(device)
@@ -125,10 +128,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
             starts = [encoded[number] for number in ids]
             next_logits: AbstractContextManager[NextLogits]
             if has_encoder:
-                inputs = [
-                    [*tokenizer.encode_with_special(prompts[number])[0].tolist(), tokenizer.eos] for number in ids
-                ]
-                next_logits = nullcontext(DecoderLogits(model, mesh, inputs, device))
+                next_logits = nullcontext(DecoderLogits(model, mesh, starts, device))
                 starts = [[cast(Any, weights.config).decoder_start_token] for _ in ids]
             else:
                 next_logits = CachedLogits(
