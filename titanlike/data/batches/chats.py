@@ -1,7 +1,10 @@
 """Conversations as sequences that keep them whole, for fine-tuning. No torch."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,7 +13,7 @@ from titanlike.config.finetune import ChatData
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
 from titanlike.data.batches import best_fit, sources
-from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
+from titanlike.data.batches.packed_dataset import SequenceDataset, Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
@@ -24,57 +27,45 @@ def template_of(section: ChatData, tokenizer: Tokenizer) -> ChatTemplate | None:
     return build_chat_template(section.chat_template, tokenizer) if section.has_chats else None
 
 
-def open_sources(
+def open_sources(section: Data, tokenizer: Tokenizer, *, seq_len: int, **options: Any) -> Sources:
+    """Opens conversations as `sources.open_sources` opens plain text, or plain text if the section names that."""
+    if not isinstance(section, ChatData) or not section.has_chats:
+        return sources.open_sources(section, tokenizer, seq_len=seq_len, **options)
+    template = build_chat_template(section.chat_template, tokenizer)
+    pack = partial(PackedChats, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
+    return open_items(section, partial(open_chats, section, template=template), pack, **options)
+
+
+def open_items(
     section: Data,
-    tokenizer: Tokenizer,
+    open_path: Callable[[str], TokenizedChats],
+    pack: Callable[..., SequenceDataset],
     *,
-    seq_len: int,
     global_batch_size: int,
     seed: int,
     validate: bool,
     batch_ramp: Ramp = (),
 ) -> Sources:
-    """Opens conversations as `sources.open_sources` opens plain text, or plain text if the section names that. Conversations of a
-    mixture are held out of each file or folder."""
-    if not isinstance(section, ChatData) or not section.has_chats:
-        return sources.open_sources(
-            section,
-            tokenizer,
-            seq_len=seq_len,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            validate=validate,
-            batch_ramp=batch_ramp,
-        )
+    """Opens what stays whole in a sequence, such as conversations and pairs: `open_path` returns the tokens of a path, and `pack`
+    the sequences of these. Items of a mixture are held out of each path."""
     mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
     paths, weights = paths_and_weights(section)
-    template = build_chat_template(section.chat_template, tokenizer)
+    every = 0 if section.validation_path else section.holdout_every
     if validate and section.validation_path:
         paths = [*paths, section.validation_path]
-    chats = [open_chats(section, path, template) for path in paths]
-    print_fields(chats)
-    opened = list(zip(chats, paths, strict=True))
-    every = 0 if section.validation_path else section.holdout_every
-    pack = partial(PackedChats, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
+    tokens = [open_path(path) for path in paths]
+    if environment.rank_info().rank == 0 and (line := describe_fields(tokens)):
+        print(line, flush=True)
+    firsts = accumulate(map(len, tokens), initial=0)
+    opened = [(replace(each, first=first), path) for each, first, path in zip(tokens, firsts, paths, strict=False)]
     training = mix(
-        [pack(each, holdout_every=every, name=path) for each, path in opened[: len(weights)]],
-        weights,
-        batch_ramp=batch_ramp,
+        [pack(*each, holdout_every=every) for each in opened[: len(weights)]], weights, batch_ramp=batch_ramp
     )
     if not validate:
         return Sources(training)
     if section.validation_path:
-        each, path = opened[-1]
-        return Sources(training, mix([pack(each, name=path)]))
-    return Sources(
-        training, mix([pack(each, holdout_every=every, held_out=True, name=path) for each, path in opened], weights)
-    )
-
-
-def print_fields(opened: list[TokenizedChats]) -> None:
-    """Prints, on one rank, which fields of the records are read and which are not."""
-    if environment.rank_info().rank == 0 and (line := describe_fields(opened)):
-        print(line, flush=True)
+        return Sources(training, mix([pack(*opened[-1])]))
+    return Sources(training, mix([pack(*each, holdout_every=every, held_out=True) for each in opened], weights))
 
 
 class PackedChats:
@@ -87,13 +78,13 @@ class PackedChats:
     def __init__(
         self,
         chats: TokenizedChats,
+        name: str = "the data",
+        *,
         tokenizer: Tokenizer,
         seq_len: int,
-        *,
         too_long: Literal["truncate", "skip"] = "truncate",
         held_out: bool = False,
         holdout_every: int = 0,
-        name: str = "the data",
     ) -> None:
         self.chats = chats
         self.name = name

@@ -54,7 +54,9 @@ def build_dataloaders(
         num_next_tokens: further tokens that each position of the training data predicts: `model.num_mtp_layers`.
         open_sources: opens the data; replace it to read a dataset of your own.
     """
-    if training.batch_ramp and "batch_ramp" not in inspect.signature(open_sources).parameters:
+    parameters = inspect.signature(open_sources).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    if training.batch_ramp and not takes_any and "batch_ramp" not in parameters:
         raise UserError(
             "training.batch_ramp is set, but the data source of this program has batches of one size; give its open_sources the "
             "parameter batch_ramp, or remove the key"

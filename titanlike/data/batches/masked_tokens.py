@@ -1,10 +1,11 @@
 """Masked tokens, which an encoder predicts: a function of the seed, the sequence and the position in it."""
 
+from typing import Any
+
 import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.config.layout import Ramp
 from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Data
 from titanlike.data.batches import sources
@@ -25,22 +26,11 @@ def open_sources(
     *,
     masking: MaskedTokens,
     model_vocab_size: int,
-    seq_len: int,
-    global_batch_size: int,
     seed: int,
-    validate: bool,
-    batch_ramp: Ramp = (),
+    **options: Any,
 ) -> Sources:
     """Opens text as `sources.open_sources` does, and masks its tokens. The same tokens of held-out text are masked each time."""
-    opened = sources.open_sources(
-        section,
-        tokenizer,
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        validate=validate,
-        batch_ramp=batch_ramp,
-    )
+    opened = sources.open_sources(section, tokenizer, seed=seed, **options)
     mask = mask_token(tokenizer, masking, model_vocab_size)
     training, validation = (
         source

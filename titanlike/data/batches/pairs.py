@@ -1,18 +1,16 @@
 """Preference pairs as sequences that keep both conversations of a pair together. No torch."""
 
 from functools import partial
-from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData
-from titanlike.config.layout import Ramp
 from titanlike.data.batches.best_fit import pack
-from titanlike.data.batches.chats import describe_packed, print_fields
-from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
-from titanlike.data.batches.sources import Sources, paths_and_weights
+from titanlike.data.batches.chats import describe_packed, open_items
+from titanlike.data.batches.packed_dataset import Sequences
+from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.chats import TokenizedChats
@@ -20,37 +18,11 @@ from titanlike.data.tokens.pairs import open_preferences
 from titanlike.data.tokens.tokenizer import Tokenizer
 
 
-def open_sources(
-    section: PreferenceData,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    validate: bool,
-    batch_ramp: Ramp = (),
-) -> Sources:
-    """Opens preference pairs as `sources.open_sources` opens plain text. Pairs of a mixture are held out of each file or folder."""
-    mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
-    paths, weights = paths_and_weights(section)
-    every = 0 if section.validation_path else section.holdout_every
-    if validate and section.validation_path:
-        paths = [*paths, section.validation_path]
+def open_sources(section: PreferenceData, tokenizer: Tokenizer, *, seq_len: int, **options: Any) -> Sources:
+    """Opens preference pairs as `sources.open_sources` opens plain text."""
     template = build_chat_template(section.chat_template, tokenizer)
-    tokens = [open_preferences(section, path, template) for path in paths]
-    print_fields(tokens)
-    # Pairs of all datasets have different numbers.
-    firsts = accumulate((len(each) // 2 for each in tokens), initial=0)
-    opened = list(zip(tokens, firsts, paths, strict=False))
-    build = partial(PackedPairs, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
-    training = mix(
-        [build(*each, holdout_every=every) for each in opened[: len(weights)]], weights, batch_ramp=batch_ramp
-    )
-    if not validate:
-        return Sources(training)
-    if section.validation_path:
-        return Sources(training, mix([build(*opened[-1])]))
-    return Sources(training, mix([build(*each, holdout_every=every, held_out=True) for each in opened], weights))
+    pack = partial(PackedPairs, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
+    return open_items(section, partial(open_preferences, section, template=template), pack, **options)
 
 
 class PackedPairs:
@@ -63,7 +35,6 @@ class PackedPairs:
     def __init__(
         self,
         pairs: TokenizedChats,
-        first_pair: int = 0,
         name: str = "the data",
         *,
         tokenizer: Tokenizer,
@@ -72,7 +43,7 @@ class PackedPairs:
         held_out: bool = False,
         holdout_every: int = 0,
     ) -> None:
-        self.pairs, self.first_pair, self.name, self.seq_len = pairs, first_pair, name, seq_len
+        self.pairs, self.first_pair, self.name, self.seq_len = pairs, pairs.first // 2, name, seq_len
         self.held_out, self.holdout_every = held_out, holdout_every
         self.num_pairs_in_all = len(pairs) // 2
         self.padding = tokenizer.separator.token

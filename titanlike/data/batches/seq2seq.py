@@ -1,17 +1,17 @@
 """Inputs and targets of encoder-decoders: corrupted spans of text, or pairs of texts. No torch."""
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
 from titanlike.config.seq2seq import Seq2Seq
 from titanlike.data.batches import sources
-from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
-from titanlike.data.batches.sources import Sources, paths_and_weights
+from titanlike.data.batches.chats import open_items
+from titanlike.data.batches.packed_dataset import Sequences
+from titanlike.data.batches.sources import Sources
 from titanlike.data.batches.span_corruption import SpanCorruptedSource, sentinels, shifted_right
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chats import TokenizedChats
@@ -32,29 +32,20 @@ def open_sources(
     start: int,
     target_len: int,
     seq_len: int,
-    global_batch_size: int,
     seed: int,
-    validate: bool,
-    batch_ramp: Ramp = (),
+    **options: Any,
 ) -> Sources:
     """Opens text as `sources.open_sources` does, and corrupts spans of it; the same spans of held-out text each time. With
     `data.prompt_field`, it opens pairs. `start` is the token that the decoder starts with."""
     if tokenizer.eos is None:
         raise UserError("tokenizer.special = 'bos': inputs and targets end with an EOS token; set it to 'eos'")
     if section.prompt_field:
-        build = partial(PackedTextPairs, seq_len=seq_len, target_len=target_len, eos=tokenizer.eos, start=start)
-        mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
-        return _open_pairs(section, tokenizer, seq2seq.source_prefix, build, mix, validate, batch_ramp)
+        pack = partial(PackedTextPairs, seq_len=seq_len, target_len=target_len, eos=tokenizer.eos, start=start)
+        open_path = partial(open_text_pairs, section, tokenizer=tokenizer, prefix=seq2seq.source_prefix)
+        return open_items(section, open_path, pack, seed=seed, **options)
     spans = seq2seq.spans(seq_len)
-    opened = sources.open_sources(
-        section,
-        tokenizer,
-        seq_len=spans.raw_len - 1,  # and a last label
-        global_batch_size=global_batch_size,
-        seed=seed,
-        validate=validate,
-        batch_ramp=batch_ramp,
-    )
+    raw = spans.raw_len - 1  # and a last label
+    opened = sources.open_sources(section, tokenizer, seq_len=raw, seed=seed, **options)
     tokens = sentinels(tokenizer, spans.num_spans, vocab_size)
     training, validation = (
         source
@@ -63,27 +54,6 @@ def open_sources(
     )
     assert training
     return Sources(training, validation)
-
-
-def _open_pairs(
-    section: Data,
-    tokenizer: Tokenizer,
-    prefix: str,
-    build: "Callable[..., PackedTextPairs]",
-    mix: Callable[..., ShuffledMixture],
-    validate: bool,
-    batch_ramp: Ramp,
-) -> Sources:
-    paths, weights = paths_and_weights(section)
-    every = 0 if section.validation_path else section.holdout_every
-    opened = [(open_text_pairs(section, path, tokenizer, prefix), path) for path in paths]
-    training = mix([build(*each, holdout_every=every) for each in opened], weights, batch_ramp=batch_ramp)
-    if not validate:
-        return Sources(training)
-    if section.validation_path:
-        path = section.validation_path
-        return Sources(training, mix([build(open_text_pairs(section, path, tokenizer, prefix), path)]))
-    return Sources(training, mix([build(*each, holdout_every=every, held_out=True) for each in opened], weights))
 
 
 class PackedTextPairs:

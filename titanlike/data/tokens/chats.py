@@ -45,6 +45,7 @@ class TokenizedChats:
     ends: Numbers  # the offset after each sequence
     records: Numbers  # the record of each sequence: its index among those that are not bad
     skipped: int = 0  # bad records
+    first: int = 0  # sequences of other paths that precede these
     fields: Fields = ([], [])
 
     def __len__(self) -> int:
@@ -72,7 +73,9 @@ class TokenizedChats:
         try:
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 tokens, labels, ends, records = (arrays[name] for name in ("tokens", "labels", "ends", "records"))
-                found = cls(tokens, labels, ends, records, int(arrays["skipped"]), json.loads(str(arrays["fields"])))
+                found = cls(
+                    tokens, labels, ends, records, int(arrays["skipped"]), fields=json.loads(str(arrays["fields"]))
+                )
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
         return found
