@@ -57,7 +57,7 @@ def main(recipe: DistillRecipe, device: torch.device, watchdog: Watchdog) -> Non
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, open_sources=openers.opener_of(recipe),
+        vocab_size=recipe.model.vocab_size, device=device, open_sources=openers.of(recipe),
         **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(

@@ -57,8 +57,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, open_sources=openers.opener_of(recipe),
-        **mesh.data_shard(training.seq_len),
+        vocab_size=recipe.model.vocab_size, device=device, open_sources=openers.of(recipe), **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(
         recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,

@@ -58,7 +58,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, num_next_tokens=recipe.model.num_mtp_layers, device=device,
-        open_sources=openers.opener_of(recipe), **mesh.data_shard(training.seq_len),
+        open_sources=openers.of(recipe), **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(
         recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,

@@ -57,7 +57,7 @@ def main(recipe: Seq2SeqRecipe, device: torch.device, watchdog: Watchdog) -> Non
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, device=device, **mesh.data_shard(training.seq_len),
-        open_sources=openers.opener_of(recipe),
+        open_sources=openers.of(recipe),
     )  # fmt: skip
 
     # Whether to resume is decided before anything is built or written.

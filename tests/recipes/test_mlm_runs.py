@@ -14,8 +14,8 @@ from transformers import AutoModelForMaskedLM
 from tests.launching import ROOT, SMALL, python, run, start, wait_for
 from titanlike.config.load import load
 from titanlike.config.mlm import MlmRecipe
+from titanlike.data.batches import openers
 from titanlike.data.batches.loader import BatchLoader
-from titanlike.data.batches.openers import opener_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
@@ -60,7 +60,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(t
     # The same held-out tokens, masked in the same way.
     recipe = load(MlmRecipe, tmp_path / "runs/whole/recipe.toml")
     training = recipe.training
-    sources = opener_of(recipe)(
+    sources = openers.of(recipe)(
         recipe.data, build_tokenizer(recipe.tokenizer), seq_len=training.seq_len, global_batch_size=training.global_batch_size,
         seed=recipe.run.seed, validate=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.mlm import MlmRecipe
 from titanlike.config.sections import Tokenizer
 from titanlike.config.seq2seq import Seq2SeqRecipe
-from titanlike.data.batches.openers import opener_of
+from titanlike.data.batches import openers
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
 from titanlike.tools.cli.main import main
@@ -118,9 +118,9 @@ def test_masked_tokens_and_their_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", SHIPPED, ids=lambda program: program.stem)
 def test_programs_read_what_is_shown(program: Path) -> None:
     """`recipes/pretrain.py` leaves `open_sources` at its default, and the others pass on what is inspected."""
-    assert ("open_sources=openers.opener_of(recipe)" in program.read_text()) == (program.stem != "pretrain")
+    assert ("open_sources=openers.of(recipe)" in program.read_text()) == (program.stem != "pretrain")
     if program.stem == "pretrain":
-        assert opener_of(PretrainRecipe()) is open_sources
+        assert openers.of(PretrainRecipe()) is open_sources
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(tokens: Path) -> None:

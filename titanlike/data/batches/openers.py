@@ -12,7 +12,7 @@ from titanlike.data.batches import chats, masked_tokens, pairs, seq2seq, sources
 from titanlike.data.batches.sources import Sources
 
 
-def opener_of(recipe: PretrainRecipe) -> Callable[..., Sources]:
+def of(recipe: PretrainRecipe) -> Callable[..., Sources]:
     """Returns `open_sources` of `build_dataloaders` for a recipe of any shipped program."""
     if isinstance(recipe, Seq2SeqRecipe):
         return partial(

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import BatchSizes
+from titanlike.data.batches import openers
 from titanlike.data.batches.masked_tokens import MaskedSource
-from titanlike.data.batches.openers import opener_of
 from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
 from titanlike.data.batches.span_corruption import SpanCorruptedSource
 from titanlike.data.tokens.shards import totals
@@ -42,7 +42,7 @@ def inspect_recipe(
     if step > training.steps and not validation:
         raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
-    data = opener_of(recipe)(
+    data = openers.of(recipe)(
         recipe.data,
         tokenizer,
         seq_len=training.seq_len,
