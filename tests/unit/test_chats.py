@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.datasets import batches
 from titanlike.config import UserError
-from titanlike.config.finetune import ChatData
+from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.best_fit import pack
 from titanlike.data.batches.chats import open_sources
@@ -18,6 +18,7 @@ from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
+from titanlike.tools.data.hooks import checked
 
 EOS = 256
 
@@ -148,6 +149,16 @@ def test_documents_of_one_conversation_are_on_one_side(tmp_path: Path) -> None:
     # What follows a turn that does not fit is left out, and not the conversation.
     short: Any = open_chats(path, **options | {"seq_len": 9}).training
     assert "24 conversations, " in short.describe(1) and "24 skipped as too long" in short.describe(1)
+
+
+def test_check_says_that_a_conversation_becomes_several_documents(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(THINKING.replace("{{ m.content if", "{{ '>' if m.role == 'assistant' }}{{ m.content if"))
+    for data, said in ((dict(chat_template=str(template)), True), ({}, False)):
+        recipe = FinetuneRecipe(data=ChatData(source="chat", path="chats.jsonl", **data))  # type: ignore[arg-type]
+        line = checked(recipe, num_processes=1, hardware="")
+        assert (line is not None) == said
+        assert not said or f"chats   {template} renders an answer differently when others follow: " in str(line)
 
 
 def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Path, capsys: Any) -> None:

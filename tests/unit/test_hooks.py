@@ -46,9 +46,10 @@ def test_a_function_may_refuse_an_argument_where_nothing_has_started(monkeypatch
 
 
 def test_a_clone_that_is_not_installed_has_the_functions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlike.tools.data import hooks as data
     from titanlike.tools.planning import hooks as planner
 
     register(monkeypatch)
-    assert [entry.load() for entry in hooks.registered("titanlike.checked")] == [planner.checked]
+    assert [entry.load() for entry in hooks.registered("titanlike.checked")] == [data.checked, planner.checked]
     monkeypatch.setattr(hooks, "REPOSITORY", hooks.REPOSITORY / "titanlike")  # a folder without a pyproject.toml
     assert hooks.registered("titanlike.checked") == []
