@@ -224,6 +224,7 @@ def shorter(text): return text[:50] if "a" in text else False
 def by_field(record): return record.get("lang") == "en"
 def broken(text): return 1 / len(text.removeprefix("Too short."))
 def nothing(text): pass
+def ends(text): raise SystemExit(0)
 def two(text, more): return True
 """
 
@@ -277,6 +278,7 @@ def test_filters_see_long_documents_complete(
     [
         ("broken", r"c0\.txt: --filter .*my\.py:broken raised ZeroDivisionError: division by zero"),
         ("nothing", r"a\.jsonl, line 1: --filter .*my\.py:nothing returned NoneType; return True to keep"),
+        ("ends", r"a\.jsonl, line 1: --filter .*my\.py:ends raised SystemExit: 0"),
     ],
 )
 def test_errors_of_a_filter_name_the_record(
@@ -306,6 +308,29 @@ def test_error_of_a_filter_in_the_middle_of_a_file(tmp_path: Path, small_units: 
             )
 
 
+@pytest.mark.parametrize("num_files", [1, 40])
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        ("sys.exit(0)", r"--filter .*my\.py:keep raised SystemExit: 0"),
+        ("os._exit(0)", r"a worker process ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
+        ("os._exit(7)", r"a worker process ended with exit code 7 .*, or --filter .*my\.py:keep ended it"),
+        ("os.kill(os.getpid(), 9)", r"a worker process was killed by SIGKILL .*, or --filter .*my\.py:keep ended it"),
+    ],
+)
+def test_a_filter_that_ends_its_process_is_named(
+    tmp_path: Path, small_units: None, num_files: int, ending: str, message: str
+) -> None:
+    """Also if there is one work unit, which this process would do itself without a filter."""
+    (tmp_path / "my.py").write_text(f"import os, sys\ndef keep(text):\n    {ending}\n")
+    (tmp_path / "text").mkdir()
+    for number in range(num_files):
+        (tmp_path / "text" / f"{number:02}.txt").write_text("word " * 100)
+    quality = Quality(own=open_filter(f"{tmp_path}/my.py:keep"))
+    with pytest.raises(UserError, match=message):
+        prepare([str(tmp_path / "text")], tmp_path / "out", BYTES, quality=quality, workers=2)
+
+
 def test_filters_that_cannot_be_used(tmp_path: Path, filters: Callable[[str], Quality]) -> None:
     def refusal(name: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -318,6 +343,8 @@ def test_filters_that_cannot_be_used(tmp_path: Path, filters: Callable[[str], Qu
         "--filter my.py:kept: my.py has no function 'kept'; its functions: keep, shorter"
     )
     assert "two must take one argument" in refusal(f"{tmp_path}/my.py:two")
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
+    assert "ends.py cannot be imported: SystemExit: 0" in refusal(f"{tmp_path}/ends.py:a")
     (tmp_path / "bad.py").write_text("import nothing_like_it\n")
     assert "bad.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'" in refusal(
         f"{tmp_path}/bad.py:a"

@@ -164,15 +164,15 @@ class Data:
     """Training and validation data."""
 
     source: Literal["python_stdlib", "text", "shards", "stream", "synthetic"] = "python_stdlib"
-    """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs. `text`: text files, tokenized
-    at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source code of
-    Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
+    """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs, or token files of other programs.
+    `text`: text files, tokenized at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`:
+    the source code of Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
     path: Annotated[FilePath, READS_FILES] = ""
-    """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
-    as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `gs://`, `az://`, `https://`,
-    `hf://datasets/`. A document is a text file, a line of `.jsonl`, an element or a line of `.json`, or a row of `.csv`, `.tsv`,
-    `.arrow` or `.parquet`; files may be compressed as `.gz` or `.zst`. A SageMaker job's channel `train` takes precedence over the
-    recipe."""
+    """For `shards`: their directory, or `.bin` files of Megatron-LM (also their prefix), llm.c or nanoGPT. For other files: a file,
+    a directory (read recursively) or a glob pattern such as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials:
+    `s3://`, `gs://`, `az://`, `https://`, `hf://datasets/`. A document is a text file, a line of `.jsonl`, an element or a line of
+    `.json`, or a row of `.csv`, `.tsv`, `.arrow` or `.parquet`; files may be compressed as `.gz` or `.zst`. A SageMaker job's
+    channel `train` takes precedence over the recipe."""
     mixture: Annotated[tuple[FilePath, ...], READS_FILES] = ()
     """Several paths to mix, instead of `path`."""
     weights: Annotated[tuple[PositiveFloat, ...], only_if(bool, "mixture", remedy="set {0}")] = ()

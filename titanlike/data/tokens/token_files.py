@@ -61,10 +61,6 @@ class TokenFilesManifest(Manifest):
 
     dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32"]  # type: ignore[assignment]
 
-    @property
-    def program(self) -> str:
-        return str(self.source["program"])
-
 
 class Location(NamedTuple):
     """Token files in a folder."""

@@ -227,7 +227,8 @@ def _process_stage(
     check_free_space(job.folder, [span for unit in remaining for span in unit.spans], tokenizer)
     count = min(system.num_cores() if workers is None else workers, len(remaining))
     try:
-        if count and len(remaining) > 1:
+        # A filter of one's own runs in another process, which it can end.
+        if count and (len(remaining) > 1 or job.quality.own):
             new = process_in_parallel(remaining, job, count, report)
         else:
             new = process_serially(remaining, job, tokenizer, report)

@@ -83,8 +83,9 @@ def process_in_parallel(
             report(sum(status[1::3]), sum(status[2::3]))
     except BrokenProcessPool:
         executor.shutdown()  # waits for the exit codes
+        cause = "it ran out of memory" + (f", or --filter {job.quality.own.name} ended it" if job.quality.own else "")
         raise UserError(
-            f"{_describe_death(workers, units, status)}, possibly because it ran out of memory; give fewer than {num_workers} "
+            f"{_describe_death(workers, units, status)}, possibly because {cause}; give fewer than {num_workers} "
             "--workers, and the same command resumes"
         ) from None
     finally:
@@ -115,10 +116,10 @@ def _spawning() -> Iterator[None]:
 
 
 def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status: Any) -> str:
-    """Describes the end of the process that broke the pool. The pool terminates the others with SIGTERM."""
-    for worker in workers:
+    """Describes the end of the process that broke the pool. The pool terminates the others with SIGTERM, or they end with 0."""
+    for worker in sorted(workers, key=lambda worker: worker.exitcode == 0):
         code = worker.exitcode
-        if code not in (0, None, -signal.SIGTERM):
+        if code not in (None, -signal.SIGTERM):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             active = [unit for index, unit in enumerate(units) if status[3 * index] == worker.pid]
             where = "".join(f" while it read {unit.spans[0].file.name} (work unit {unit.number})" for unit in active)

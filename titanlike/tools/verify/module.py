@@ -75,6 +75,12 @@ def verify_file(target: str, layout: str, steps: int, tolerance: str = "") -> No
     except ProcessRaisedException as error:
         print(error.msg.strip(), file=sys.stderr)
         environment.fail(UserError(f"rank {error.error_index} raised the exception above"))
+    except SystemExit as error:
+        if error.code == 2:  # a rank has printed a user's mistake
+            raise
+        environment.fail(
+            UserError(f"{target}: its code calls sys.exit({error.code!r}); remove that, so that it can be compared")
+        )
     print(result)
     sys.exit(1 if result.finding else 0)
 

@@ -32,7 +32,7 @@ class OwnFilter:
         function, takes_record = _load(self).function, self.takes_record
         try:
             result = function(record if takes_record else text)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"{where()}: --filter {self.name} raised {type(error).__name__}: {error}") from error
         if isinstance(result, str):
             try:
@@ -80,7 +80,7 @@ def _load(own: OwnFilter) -> _Loaded:
         raise UserError(f"--filter {own.name}: {file} has changed since the command started; run the command again")
     try:
         names = runpy.run_path(file)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"--filter {own.name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
     function = names.get(name)
     if not callable(function):
