@@ -242,6 +242,24 @@ ERRORS = {
         "labels |= (ends > start) & (ends < end)",
         "tests/unit/test_chats.py tests/unit/test_chat_template.py",
     ),
+    "answers as inference renders them": Planted(
+        "titanlike/data/tokens/chat_template.py",
+        "if texts and prompt.startswith(done):",
+        "if texts:",
+        "tests/unit/test_chat_template.py tests/unit/test_chats.py",
+    ),
+    "documents of a conversation": Planted(
+        "titanlike/data/batches/chats.py",
+        "numbers[(chats.records % holdout_every",
+        "numbers[(numbers % holdout_every",
+        "tests/unit/test_chats.py",
+    ),
+    "messages without weight": Planted(
+        "titanlike/data/documents/conversations.py",
+        ' and message.get("weight", 1) != 0',
+        "",
+        "tests/unit/test_chat_formats.py tests/unit/test_chat_template.py",
+    ),
     "special tokens": Planted(
         "titanlike/data/tokens/chat_template.py",
         "text = self._special.sub(lambda match:",

@@ -56,9 +56,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for first in range(40):
             turns = [
                 ("user", f"{first}?"),
-                ("assistant", "é" * (first % 7)),
+                ("assistant", "é" * (1 + first % 7)),
                 ("user", "more"),
-                ("assistant", "so" * first),
+                ("assistant", "so" * (1 + first)),
             ]
             messages = [{"role": role, "content": content} for role, content in turns]
             file.write(json.dumps({"messages": messages[: 2 + 2 * (first % 2)]}) + "\n")

@@ -100,8 +100,7 @@ class RecordReader:
 
     def messages(self, name: str, value: Any) -> list[Message]:
         """Returns messages with the common names of their fields and roles. A single one needs no list."""
-        if not isinstance(value, list):
-            value = [value] if isinstance(value, dict) and value else value
+        value = [value] if isinstance(value, dict) and value else value
         if not isinstance(value, list):
             raise BadRecord(f"{name} is not a list: {_short(value)}")
         return [self._message(name, f"{name}.{number}", message) for number, message in enumerate(value)]
@@ -115,8 +114,8 @@ class RecordReader:
 
     def prompt(self, record: Record, name: str) -> list[Message]:
         """Returns the messages of a prompt, whose text is followed by an input."""
-        messages, text = self.turn(record, name, "user"), self.text(record, "input")
-        if text and isinstance(record[name], str):
+        messages = self.turn(record, name, "user")
+        if isinstance(record[name], str) and (text := self.text(record, "input")):
             messages[0]["content"] += f"\n\n{text}"
         return messages
 

@@ -7,7 +7,9 @@ from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
 
-TURNS: list[Message] = [{"role": role, "content": content} for content in ("one", "two") for role in ("user", "assistant")]
+TURNS: list[Message] = [
+    {"role": role, "content": content} for content in ("one", "two") for role in ("user", "assistant")
+]
 
 
 def checked(recipe: PretrainRecipe, num_processes: int, hardware: str) -> str | None:
