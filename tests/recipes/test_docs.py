@@ -22,6 +22,7 @@ from benchmarks import (
     install,
     optimizers,
     quality_results,
+    real_model,
     restart_bytes,
     routing,
     save_stall,
@@ -253,6 +254,13 @@ def test_the_size_of_an_installation_is_the_measurement() -> None:
     page = (ROOT / "docs/installing.md").read_text()
     assert install.sentence(measured) in " ".join(page.split())
     assert f"<!-- {measured['command']} -->" in page
+
+
+def test_the_figures_of_a_published_model_are_the_measurement() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/real_model.json").read_text())
+    page = (ROOT / "docs/hugging_face.md").read_text()
+    assert real_model.paragraph(measured) in " ".join(page.split())
+    assert f"\n{measured['command']}\n" in page and measured["failed"] == []
 
 
 def test_the_table_of_routing_is_the_measurement() -> None:

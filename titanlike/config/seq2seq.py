@@ -149,12 +149,8 @@ class Seq2SeqRecipe(PretrainRecipe):
         if self.tokenizer.encoding == "bytes" and not self.has_pairs and self.model.vocab_size < BYTES + num_spans:
             yield (
                 f"model.vocab_size = {self.model.vocab_size} has no row for each of the sentinels of {num_spans} spans, which "
-                "tokenizer.encoding = 'bytes' does not have; "
-                + (
-                    "reduce training.seq_len, because the rows are those of checkpoint.initial"
-                    if self.checkpoint.initial
-                    else f"set it to {-(-(BYTES + num_spans) // 64) * 64}"
-                )
+                f"tokenizer.encoding = 'bytes' does not have; set it to {-(-(BYTES + num_spans) // 64) * 64} or, if the rows are "
+                "those of checkpoint.initial, reduce training.seq_len"
             )
         if self.sample.tokens:
             yield f"sample.tokens = {self.sample.tokens}: use `titanlike generate` to generate from the checkpoints; set it to 0"
