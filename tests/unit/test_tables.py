@@ -232,6 +232,10 @@ def test_a_folder_of_save_to_disk_has_its_rows_only(tmp_path: Path) -> None:
     expected = [row["text"] for row in ROWS]
     assert read_all(str(tmp_path / "d")) == expected
     assert read_all(f"file://{tmp_path}/d") == expected
+    for pattern in ("d/*", "d/*.arrow", "*", "**"):
+        assert read_all(f"{tmp_path}/{pattern}") == expected
+        assert pattern == "*" or read_all(f"file://{tmp_path}/{pattern}") == expected
+    assert read_all(f"{tmp_path}/d/cache-0123.arrow") == expected  # if it is named
     # In a folder with other documents, such as one named state.json.
     (tmp_path / "state.json").write_text('{"text": "a state"}\n')
     assert read_all(str(tmp_path)) == [*expected, "a state"]
@@ -241,8 +245,8 @@ def test_the_splits_of_a_dataset_dict_are_not_mixed(tmp_path: Path) -> None:
     for split in ("test", "train"):
         save_dataset(tmp_path / "d" / split, [{"text": f"{split} {n}"} for n in range(3)], files=1)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    for path in (str(tmp_path / "d"), f"file://{tmp_path}/d", str(tmp_path)):
-        with pytest.raises(UserError, match=r"d has the splits test, train of a dataset; give one of them: .*d/train$"):
+    for path in (str(tmp_path / "d"), f"file://{tmp_path}/d", str(tmp_path), f"{tmp_path}/d/*"):
+        with pytest.raises(UserError, match=r"^[^ ]*d has the splits test, train of a dataset; give one of them: .*d/train$"):
             list_files(path)
     assert read_all(str(tmp_path / "d" / "train")) == ["train 0", "train 1", "train 2"]
     (tmp_path / "e").mkdir()

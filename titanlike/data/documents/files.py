@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 BLOCK = 2**20  # bytes read at a time from a compressed or remote file
 DATASET_DICT, *DATASET_FILES = "dataset_dict.json", "dataset_info.json", "state.json"  # of `datasets.save_to_disk`
+CACHED_BY_DATASETS = re.compile(r"cache-[0-9a-f]+(_[0-9]+_of_[0-9]+)?\.arrow$")  # results of `map`, beside the data
 
 
 @dataclass(frozen=True)
@@ -66,25 +67,23 @@ def list_files(path: str, key: str = "data.path") -> list[File]:
         files = list_local(path)
     if not files:
         raise UserError(f"{key} = {path!r}: no files found")
-    return files
+    return _data_files(files)
 
 
-def data_files(paths: Sequence[str]) -> list[str]:
+def _data_files(files: Sequence[File]) -> list[File]:
     """Leaves out what `datasets.save_to_disk` writes beside the data of a dataset, and what `datasets` caches there. Refuses a
     folder of several splits."""
-    named = [(path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths]
-    folders = {folder for folder, name in named if name.endswith(".arrow")}
+    named = [(file.name.rpartition("/")[0], file.name.rpartition("/")[2]) for file in files]
+    folders = {folder for folder, name in named if name.endswith(".arrow") and not CACHED_BY_DATASETS.match(name)}
     for parent in (folder for folder, name in named if name == DATASET_DICT):
         splits = sorted(folder.rpartition("/")[2] for folder in folders if folder.rpartition("/")[0] == parent)
         if len(splits) > 1:
             example = f"{parent}/{'train' if 'train' in splits else splits[0]}"
             raise UserError(f"{parent} has the splits {', '.join(splits)} of a dataset; give one of them: {example}")
-    datasets = {folder for folder, name in named if name == "state.json"} & folders
     return [
-        path
-        for path, (folder, name) in zip(paths, named, strict=True)
-        if not (folder in datasets and name.startswith("cache-"))
-        and not (folder in folders and name in DATASET_FILES)
+        file
+        for file, (folder, name) in zip(files, named, strict=True)
+        if not (folder in folders and (name in DATASET_FILES or CACHED_BY_DATASETS.match(name)))
         and not (folders and name == DATASET_DICT)
     ]
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, data_files, local_file
+from titanlike.data.documents.files import File, local_file
 from titanlike.data.documents.records import ARROW, PARQUET
 
 
@@ -45,7 +45,7 @@ def _files_below(root: Path) -> list[Path]:
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         # A broken link is listed, so that opening it reports an error.
         found += [path for path in paths if (path.is_file() or not path.exists()) and _is_text(path)]
-    return list(map(Path, data_files(sorted(map(str, found)))))
+    return sorted(found)
 
 
 def _is_text(path: Path) -> bool:

@@ -13,7 +13,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials
-from titanlike.data.documents.files import File, data_files, import_optional
+from titanlike.data.documents.files import File, import_optional
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def list_remote(url: str) -> list[File]:
         if info["type"] == "directory" or url.endswith("/"):
             found = fs.find(path, detail=True)
             root = path.rstrip("/")
-            return {name: found[name] for name in data_files(list(found)) if "/." not in name.removeprefix(root)}
+            return {name: info for name, info in found.items() if "/." not in name.removeprefix(root)}
         return {path: info}
 
     try:
