@@ -92,7 +92,7 @@ class Tokenizer:
         """Returns the first difference that makes tokens of this tokenizer others in another one; "" if there is none. The other
         one may have more tokens."""
         tokens = other.codec.tokens
-        for token, number in self.codec.tokens.items():
+        for token, number in sorted(self.codec.tokens.items(), key=lambda item: item[1]):
             if tokens.get(token) != number:
                 return f"{shown(repr(token))} has the id {number}, and {tokens.get(token, 'none')} there"
         merges = self.codec.merges, other.codec.merges
