@@ -264,14 +264,17 @@ def test_a_remote_table_is_read(tmp_path: Path, served: Web) -> None:
 MANY = [{"id": str(n), "text": f"text {n} " * (1 + n % 5)} for n in range(600)]
 
 
+@pytest.mark.parametrize("duplicates", ["count", "remove"])
 @pytest.mark.parametrize("name", ["a.csv", "b.json", "a.json.gz", "a.arrow"])
-def test_prepared_documents_are_those_of_json_lines(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_documents_are_those_of_json_lines(
+    tmp_path: Path, name: str, duplicates: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With work units that are smaller than the file, which only JSON lines and Parquet are split into."""
     monkeypatch.setattr("titanlike.data.tokens.work_units.MIN_SIZE", 1000)
     (tmp_path / "filter.py").write_text(
         "def keep(record):\n    return record['text'] if int(record['id']) % 7 else False\n"
     )
-    quality = Quality(own=open_filter(f"{tmp_path}/filter.py:keep"), duplicates="remove")
+    quality = Quality(own=open_filter(f"{tmp_path}/filter.py:keep"), duplicates=duplicates)
     written = []
     for source, content in ((name, FORMATS[name](MANY + MANY[:9])), ("lines.jsonl", lines(MANY + MANY[:9]))):
         found = file(tmp_path / source, content)
@@ -281,7 +284,8 @@ def test_prepared_documents_are_those_of_json_lines(tmp_path: Path, name: str, m
         )
         written.append([sorted(map(tuple, read_split(out, split))) for split in ("train", "validation")])
     assert written[0] == written[1]
-    assert sum(map(len, written[0])) == sum(n % 7 > 0 for n in range(600))
+    kept = MANY if duplicates == "remove" else MANY + MANY[:9]
+    assert sum(map(len, written[0])) == sum(int(row["id"]) % 7 > 0 for row in kept)
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
