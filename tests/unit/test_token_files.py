@@ -327,6 +327,8 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
     none = write_megatron(tmp_path / "none", [[text] for text in TEXTS])
     opened(none, Section())
     assert "none.bin: 0 of the 9 documents looked at end with token 256 (tokenizer.eos)" in capfd.readouterr().err
+    opened(write_megatron(tmp_path / "lines", [[[*text, 10, *text, 10]] for text in TEXTS]), Section())
+    assert "lines.bin: 0 of the 9 documents looked at end with token 256" in capfd.readouterr().err
     opened(write_nanogpt(tmp_path / "b" / "none.bin", list(itertools.chain(*TEXTS))), Section())
     assert "none.bin: 0 of the 141 tokens looked at are token 256 (tokenizer.eos)" in capfd.readouterr().err
 
@@ -358,13 +360,17 @@ def test_the_check_of_a_recipe_finds_missing_and_damaged_files(tmp_path: Path) -
     recipe = PretrainRecipe()
     recipe = replace(recipe, model=replace(recipe.model, vocab_size=257))
 
-    def problems(path: str) -> list[str]:
-        return _data_files(replace(recipe, data=replace(recipe.data, source="shards", path=path)))
+    def problems(path: str, validation_path: str = "", source: str = "shards") -> list[str]:
+        data = replace(recipe.data, source=source, path=path, validation_path=validation_path)
+        return _data_files(replace(recipe, data=data))
 
     prefix = megatron(tmp_path)
     for path in (prefix, f"{prefix}.bin", f"{prefix}.idx", str(tmp_path)):
         assert problems(path) == []
     assert ".bin files" in problems(str(tmp_path / "absent"))[0]
+    # Validation data may be tokens or text, whatever the training data are.
+    (text := tmp_path / "held_out.jsonl").write_text('{"text": "a"}\n')
+    assert problems(prefix, str(text)) == problems(prefix, prefix) == problems(str(text), prefix, "text") == []
     damaged(Path(f"{prefix}.bin"), lambda c: c[:-4])
     assert "truncated" in problems(prefix)[0]
 

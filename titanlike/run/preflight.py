@@ -454,17 +454,18 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
         "a folder made by `titanlike data prepare`, or .bin files" if shards else "a text file, a folder or a pattern"
     )
     for path, key in keys.items():
-        if not _exists(path) and not (shards and _exists(f"{path}.bin")):
+        if not _exists(path) and not ((shards or key == "validation_path") and _exists(f"{path}.bin")):
             problems.append(
                 f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
             )
     problems += data.missing_files()
     problems += _tokenizer_files(recipe.tokenizer.encoding)
     if shards and not problems:
-        from titanlike.data.tokens.datasets import check_shards  # slow to import, and most recipes do not need it
+        from titanlike.data.tokens.datasets import check_shards, has_tokens  # slow to import, and most recipes need neither
 
         options = (recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
-        problems = [problem for path in keys for problem in _errors("", check_shards, path, *options)]
+        tokens = [path for path, key in keys.items() if key != "validation_path" or has_tokens(data, path)]
+        problems = [problem for path in tokens for problem in _errors("", check_shards, path, *options)]
     return problems
 
 

@@ -37,7 +37,7 @@ def open_validation(section: Data, tokenizer: Tokenizer, *, splits: Sequence[str
     """Opens `data.validation_path`, which may name shards or text whatever `data.source` is. Of shards, it is the first of these
     splits that they have, or the training split."""
     path = section.validation_path
-    if not _has_tokens(section, path):
+    if not has_tokens(section, path):
         from titanlike.data.tokens.cache import tokenized
 
         return Shards(str(tokenized(list_files(path), section, tokenizer, path)), tokenizer=tokenizer)
@@ -62,7 +62,7 @@ def _open_checked(path: str, tokenizer: Tokenizer) -> Shards:
     return shards
 
 
-def _has_tokens(section: Data, path: str) -> bool:
+def has_tokens(section: Data, path: str) -> bool:
     """Whether a path that may name text names tokens. Token files in a folder count if the training data are tokens, too."""
     if is_token_file(path) or (section.source == "shards" and find_token_files(path)):
         return True

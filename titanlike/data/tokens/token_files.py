@@ -174,7 +174,7 @@ class TokenFiles(Shards):
                     f"{tokenizer.section.special!r} takes for their {side}; set tokenizer.special = {opposite_role!r}, and "
                     f"tokenizer.{opposite_role} to the name of that token"
                 )
-            if len(found) >= MIN_SAMPLE and (found == found[0]).all():
+            if len(found) >= MIN_SAMPLE and (found == found[0]).all() and self._is_separator(found[0]):
                 raise UserError(
                     f"{self.path}: documents {side} with token {found[0]}, but tokenizer.{role} is token {token}; set "
                     f"tokenizer.{role} to the name of that token, or tokenizer.encoding to the tokenizer that made the file"
@@ -200,6 +200,14 @@ class TokenFiles(Shards):
         ones = np.ones(len(rows), np.int64)
         first, last = self.read_pieces(rows[:, 0], ones), self.read_pieces(rows[:, 1] - 1, ones)
         return first, last
+
+    def _is_separator(self, token: int) -> bool:
+        """Whether the first documents of an index have a token once each. A newline may end all documents, but is within them too."""
+        file = self.shards[0]
+        assert isinstance(file, TokenFile)
+        rows = self._boundaries(file, SAMPLE)
+        tokens = self.read(rows[:1, 0], min(int(rows[-1, 1] - rows[0, 0]), SCAN))
+        return int((tokens == token).sum()) <= len(rows)
 
     def _read_documents(self, shard: Shard) -> Numbers:
         assert isinstance(shard, TokenFile)
