@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.unit.datasets import batches
-from titanlike.config import UserError
+from titanlike.config import UserError, effect
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.best_fit import pack
@@ -179,6 +179,15 @@ def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Pa
     assert (
         capsys.readouterr().out == "fields  conversations, conversations.name read; id, conversations.time not read\n"
     )
+    # What is dropped is not read: an input of messages, and a system message besides that of the messages.
+    dropped = {
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+        "completion": "b",
+        "input": "c",
+        "system": "t",
+    }
+    open_chats(write(tmp_path / "dropped.jsonl", dropped))
+    assert capsys.readouterr().out == "fields  prompt, completion read; input, system not read\n"
 
 
 def test_other_names_of_fields_are_those_of_the_recipe(tmp_path: Path) -> None:
@@ -195,6 +204,8 @@ def test_other_names_of_fields_are_those_of_the_recipe(tmp_path: Path) -> None:
         "data.fields: 'mesages=dialog' is not NAME=FIEL", "data.fields: 'role' is not NAME=FIELD with one",
         "data.fields: 'content=' is not NAME=FIELD with",
     ]  # fmt: skip
+    generated = FinetuneRecipe(data=ChatData(source="synthetic_chat", fields=("role=speaker",)))
+    assert ["data.fields" in problem for problem in effect.problems(generated)] == [True]
 
 
 def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path) -> None:

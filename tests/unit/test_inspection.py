@@ -123,6 +123,12 @@ def test_programs_read_what_is_shown(program: Path) -> None:
         assert openers.of(PretrainRecipe()) is open_sources
 
 
+def test_contradictions_of_the_data_are_refused_as_by_the_run() -> None:
+    recipe = load(PretrainRecipe, DEBUG, {"data.source": "text", "data.mixture": '["a", "b"]', "data.weights": "[1.0]"})
+    with pytest.raises(UserError, match=r"^data\.weights "):
+        inspect_recipe(recipe, step=1, rank=0, ranks=1, limit=1, validation=False, console=Console())
+
+
 def test_ranks_that_do_not_divide_the_batch_are_refused(tokens: Path) -> None:
     recipe = load(PretrainRecipe, DEBUG, {})
     for rank, ranks in ((0, 3), (4, 4)):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import FilePath, NonNegative, OnlyWith, PositiveFloat, matches, only_from, section, shown
-from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, Data, PretrainRecipe, is_chat_source
+from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, READS_RECORDS, Data, PretrainRecipe, is_chat_source
 
 PLAIN = ("text", "shards", "stream", "python_stdlib", "synthetic")  # sources of text without turns
 CHATS = OnlyWith(("source",), lambda source: source not in PLAIN, values=("chat",))
@@ -46,7 +46,7 @@ class ChatData(Data):
     chat_template: Annotated[FilePath, CHATS] = ""
     """Jinja file that renders the conversations of `chat` and `preference`. Default: the tokenizer's template or, if it has
     none, ChatML for a tokenizer with its tokens, and else a plain template."""
-    fields: Annotated[tuple[str, ...], CHATS] = ()
+    fields: Annotated[tuple[str, ...], CHATS, READS_RECORDS] = ()
     """Names of fields that are not the common ones, such as `["messages=dialog", "content=text"]`: of a record, `messages`,
     `prompt`, `completion`, `input`, `system`, `tools`, `chosen` and `rejected`; of a message, `role`, `content` and `weight`. A
     role gets a further name in the same way: `"assistant=agent"`. Default: the common names, which docs/finetuning.md lists."""

@@ -107,10 +107,10 @@ class RecordReader:
 
     def with_system(self, record: Record, messages: list[Message]) -> list[Message]:
         """Returns messages that begin with the system message of the record, unless they have one."""
-        system = self.text(record, "system")
-        if not system or (messages and messages[0]["role"] == "system"):
+        if messages and messages[0]["role"] == "system":
             return messages
-        return [{"role": "system", "content": system}, *messages]
+        system = self.text(record, "system")
+        return [{"role": "system", "content": system}, *messages] if system else messages
 
     def prompt(self, record: Record, name: str) -> list[Message]:
         """Returns the messages of a prompt, whose text is followed by an input."""

@@ -41,6 +41,8 @@ def inspect_recipe(
         )
     if step > training.steps and not validation:
         raise UserError(f"--step {step}: the recipe has training.steps = {training.steps}; give one of them")
+    if problems := [*recipe.data.problems()]:
+        raise UserError("\n".join(problems))
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
     data = openers.of(recipe)(
         recipe.data,
