@@ -122,7 +122,6 @@ def problem(found: File, **options: Any) -> str:
         ("a.csv", b"text,n\na,1\nb\n", "a.csv, row 2 (line 3): it has 1 values, but the header has 2 columns"),
         ("a.csv", b'text,n\n"a\n\n",1\nb\xff,2\n', "a.csv, row 2 (line 5): it is not UTF-8"),
         ("a.csv", b'text\n"a"b\n', "a.csv, row 1 (line 2): ',' expected after '\"'"),
-        ("a.csv", b'text\na\n"b\nc\n', "a.csv, row 2 (line 3): unexpected end of data"),
         (
             "a.json",
             b'[{"text": "a"}, {"n": 1}]',
@@ -153,6 +152,8 @@ def test_bad_record_is_named_and_skipped(tmp_path: Path, name: str, content: byt
             "a.json, record 2: not JSON: Expecting ':' delimiter",
         ),
         ("a.json", b'[{"text": "a"} {"text": "b"}]', "a.json, record 1: not JSON: expected , or ] after it: "),
+        ("a.json", b'[{"text": "a"}, {"text": b}]', "a.json, record 2: not JSON: Expecting value: "),  # near the end
+        ("a.csv", b'text\na\n"b\nc\n', "a.csv, line 3: a quotation mark is not closed; correct the file"),
         (
             "a.json",
             b'[{"text": "a"}]\n[{"text": "b"}]',

@@ -23,6 +23,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ARROW = (".arrow", ".feather")
 PARQUET = ".parquet"
 KINDS = (*LINES, *DELIMITERS, *ARROW, PARQUET)  # suffixes of files of records
+NOT_CLOSED = "unexpected end of data"  # of csv.Error
 MAX_FIELD = 2**27  # characters of a CSV field: bounds the memory that a quotation mark without its partner takes
 
 
@@ -170,13 +171,13 @@ class _ArrayText:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
-                # A string, or a word or an escape of a few characters, may continue in the next block.
-                ends_early = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - 16
-                if not ends_early:
-                    raise ValueError(f"{error.msg}: {self.around(error.pos)}") from None
-                if not self._read_more():
+                ends = error.msg.startswith("Unterminated string") or error.pos >= len(self.text)
+                # A word or an escape of a few characters may continue in the next block, too.
+                if (ends or error.pos > len(self.text) - 16) and self._read_more():
+                    continue
+                if ends:
                     raise EOFError from None
-                continue
+                raise ValueError(f"{error.msg}: {self.around(error.pos)}") from None
             size, self.position = end - self.position, end
             return value, size
 
@@ -209,7 +210,8 @@ class _ArrayText:
 
 
 def _read_delimited(file: File, columns: dict[str, str], parse: Parse[T], first: int, bad: OnBadRecord) -> Records[T]:
-    """Reads the rows of a CSV or TSV file below its header. All values are text."""
+    """Reads the rows of a CSV or TSV file below its header. All values are text. A quotation mark that is not closed is never
+    skipped."""
     csv.field_size_limit(MAX_FIELD)
     with open_file(file) as stream:
         offset = 0
@@ -246,6 +248,8 @@ def _read_delimited(file: File, columns: dict[str, str], parse: Parse[T], first:
                     continue
                 record = parse(partial(_named, names, row))
             except (csv.Error, BadRecord) as error:
+                if str(error) == NOT_CLOSED:  # the rows that follow are in its field
+                    raise UserError(f"{file.name}, line {line}: a quotation mark is not closed; correct the file") from None
                 number += isinstance(error, csv.Error)
                 bad(BadRecord(f"{file.name}, row {number} (line {line}): {error}"))
                 continue
