@@ -163,7 +163,11 @@ def test_bad_record_is_named_and_skipped(tmp_path: Path, name: str, content: byt
         ("a.arrow", as_stream([{"text": "a" * 999}])[:-500], "a.arrow, row 1: cannot be read: "),
         ("a.arrow", b"no table", "a.arrow: not a complete Arrow file: "),
         ("a.feather", as_arrow_file([{"text": "a"}])[:-9], "a.feather: not a complete Arrow file: "),
-        ("a.csv.gz", gzip.compress(b"text\n" + b"a\n" * 99, mtime=0)[:-9], "a.csv.gz, after line 0: the file is truncated"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"text\n" + b"a\n" * 99, mtime=0)[:-9],
+            "a.csv.gz, after line 0: the file is truncated",
+        ),
     ],
 )
 def test_unreadable_file_is_an_error_even_if_bad_records_are_skipped(
@@ -247,7 +251,9 @@ def test_the_splits_of_a_dataset_dict_are_not_mixed(tmp_path: Path) -> None:
         save_dataset(tmp_path / "d" / split, [{"text": f"{split} {n}"} for n in range(3)], files=1)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for path in (str(tmp_path / "d"), f"file://{tmp_path}/d", str(tmp_path), f"{tmp_path}/d/*"):
-        with pytest.raises(UserError, match=r"^[^ ]*d has the splits test, train of a dataset; give one of them: .*d/train$"):
+        with pytest.raises(
+            UserError, match=r"^[^ ]*d has the splits test, train of a dataset; give one of them: .*d/train$"
+        ):
             list_files(path)
     assert read_all(str(tmp_path / "d" / "train")) == ["train 0", "train 1", "train 2"]
     (tmp_path / "e").mkdir()
