@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.token_files import write_llm_c, write_megatron, write_nanogpt
 from tests.unit.datasets import batches
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.sections import Data
+from titanlike.config.sections import Data, Evaluation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.best_fit import BestFitDataset
 from titanlike.data.batches.packed_dataset import PackedDataset
@@ -27,7 +27,7 @@ from titanlike.data.tokens.datasets import check_shards, open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
-from titanlike.run.preflight import _data_files
+from titanlike.run.preflight import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json
 
 EOS = 256  # of the byte tokenizer
@@ -371,6 +371,7 @@ def test_the_check_of_a_recipe_finds_missing_and_damaged_files(tmp_path: Path) -
     # Validation data may be tokens or text, whatever the training data are.
     (text := tmp_path / "held_out.jsonl").write_text('{"text": "a"}\n')
     assert problems(prefix, str(text)) == problems(prefix, prefix) == problems(str(text), prefix, "text") == []
+    assert [*evaluation_files(Evaluation(data=(prefix, f"{prefix}.bin", str(text))))] == []
     damaged(Path(f"{prefix}.bin"), lambda c: c[:-4])
     assert "truncated" in problems(prefix)[0]
 

@@ -437,9 +437,10 @@ def _memory(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> I
         )
 
 
-def _exists(path: str) -> bool:
-    """Whether a path, a URL or a pattern names anything. URLs are not looked up."""
-    return "://" in path or Path(path).exists() or bool(glob.glob(path, recursive=True))
+def _exists(path: str, *, tokens: bool) -> bool:
+    """Whether a path, a URL or a pattern names anything, with `tokens` also the prefix of a token file. URLs are not looked up."""
+    names = [path, f"{path}.bin"] if tokens else [path]
+    return "://" in path or any(Path(name).exists() or glob.glob(name, recursive=True) for name in names)
 
 
 def _data_files(recipe: PretrainRecipe) -> list[str]:
@@ -454,7 +455,7 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
         "a folder made by `titanlike data prepare`, or .bin files" if shards else "a text file, a folder or a pattern"
     )
     for path, key in keys.items():
-        if not _exists(path) and not ((shards or key == "validation_path") and _exists(f"{path}.bin")):
+        if not _exists(path, tokens=shards or key == "validation_path"):
             problems.append(
                 f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
             )
@@ -486,7 +487,7 @@ def _tokenizer_files(encoding: str) -> Iterator[str]:
 def evaluation_files(section: Evaluation) -> Iterator[str]:
     """Yields a sentence for each file of evaluation that is missing on this machine, or that is not a task."""
     for path in section.data:
-        if not _exists(path):
+        if not _exists(path, tokens=True):
             yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
     if section.tasks:
         from titanlike.inference.tasks import read_task
