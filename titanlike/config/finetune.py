@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from titanlike.config.base import FilePath, NonNegative, OnlyWith, PositiveFloat, matches, only_from, section, shown
-from titanlike.config.sections import CACHES, HAS_SEQUENCES, HOLDS_OUT, READS_RECORDS, Data, PretrainRecipe, is_chat_source
+from titanlike.config.sections import (
+    CACHES,
+    HAS_SEQUENCES,
+    HOLDS_OUT,
+    READS_RECORDS,
+    Data,
+    PretrainRecipe,
+    is_chat_source,
+)
 
 PLAIN = ("text", "shards", "stream", "python_stdlib", "synthetic")  # sources of text without turns
 CHATS = OnlyWith(("source",), lambda source: source not in PLAIN, values=("chat",))

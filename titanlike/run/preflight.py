@@ -462,7 +462,7 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
     problems += data.missing_files()
     problems += _tokenizer_files(recipe.tokenizer.encoding)
     if shards and not problems:
-        from titanlike.data.tokens.datasets import check_shards, has_tokens  # slow to import, and most recipes need neither
+        from titanlike.data.tokens.datasets import check_shards, has_tokens  # slow to import
 
         options = (recipe.tokenizer, recipe.model.vocab_size, recipe.checkpoint.initial)
         tokens = [path for path, key in keys.items() if key != "validation_path" or has_tokens(data, path)]

@@ -249,7 +249,9 @@ def _read_delimited(file: File, columns: dict[str, str], parse: Parse[T], first:
                 record = parse(partial(_named, names, row))
             except (csv.Error, BadRecord) as error:
                 if str(error) == NOT_CLOSED:  # the rows that follow are in its field
-                    raise UserError(f"{file.name}, line {line}: a quotation mark is not closed; correct the file") from None
+                    raise UserError(
+                        f"{file.name}, line {line}: a quotation mark is not closed; correct the file"
+                    ) from None
                 number += isinstance(error, csv.Error)
                 bad(BadRecord(f"{file.name}, row {number} (line {line}): {error}"))
                 continue
