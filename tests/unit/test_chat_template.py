@@ -236,6 +236,11 @@ def test_what_the_template_does_not_write_is_refused(tokenizer: Tokenizer) -> No
             BadRecord, match=r"does not write the assistant's call of the tool add; set data.chat_template to a"
         ):
             template.encode(conversation_of({"messages": [TURNS[1], spoken, TURNS[3], TURNS[4]]}))
+        # Nor if another text has the name, or the call is one of a prompt.
+        for changed in ({}, {"weight": 0}):
+            with pytest.raises(BadRecord, match=r"does not write the assistant's call of the tool add;"):
+                named = TURNS[4] | {"content": "I add them."}
+                template.encode(conversation_of({"messages": [TURNS[1], spoken | changed, TURNS[3], named]}))
         thinks = TURNS[2] | {"reasoning_content": "hm"}
         with pytest.raises(
             BadRecord, match=r"message 1 has the field 'reasoning_content', which .* does not read; set data"

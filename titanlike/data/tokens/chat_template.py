@@ -134,14 +134,16 @@ class ChatTemplate:
         render = self._render_marked if self._marks_labels else self._render_answers
         problem: BadRecord | None = None
         for messages in _forms_of_tool_calls(conversation.messages):
+            escaped = self._escape(messages)
+            marked, calls = _mark_calls(escaped)
             try:
-                texts = render(self._escape(messages), tools)
+                texts = render(escaped, tools)
+                written = "".join(render(marked, tools) if calls else [])
             except BadRecord as error:
                 problem = problem or error
                 continue
-            labels = "".join(re.findall(f"{LABEL}(.*?){LABEL_END}", "".join(texts), re.DOTALL))
-            calls = [name for message in messages if is_answer(message) for name in _names_of_calls(message)]
-            missing = [name for name in calls if self._escape(name) not in labels]
+            labels = "".join(re.findall(f"{LABEL}(.*?){LABEL_END}", written, re.DOTALL))
+            missing = [name for mark, (name, trained) in calls.items() if mark not in (labels if trained else written)]
             if not missing:
                 return texts
             problem = problem or BadRecord(
@@ -260,6 +262,22 @@ def _names_of_calls(message: Message) -> Iterator[str]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRecord(f"a call of a tool has no name: {shown(json.dumps(call, default=str))}")
         yield function["name"]
+
+
+def _mark_calls(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str, bool]]]:
+    """Returns messages with a mark in the name of each call of a tool up to the last answer, as other text may have the name, too.
+    Of each mark, also returns the name, and whether the call is trained on."""
+    last = max((number for number, message in enumerate(messages) if is_answer(message)), default=-1)
+    calls, marked = dict[str, tuple[str, bool]](), list[Message]()
+    for message in messages[: last + 1]:
+        changed = []
+        for call, name in zip(message.get("tool_calls", ()), _names_of_calls(message), strict=True):
+            mark = f"{PLAIN}{len(calls)}{PLAIN_END}"
+            calls[mark] = name, is_answer(message)
+            named = {"name": name + mark}
+            changed.append(call | ({"function": call["function"] | named} if "function" in call else named))
+        marked.append(message | {"tool_calls": changed} if changed else message)
+    return marked + messages[last + 1 :], calls
 
 
 def _forms_of_tool_calls(messages: list[Message]) -> Iterator[list[Message]]:

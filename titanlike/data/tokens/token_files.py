@@ -202,7 +202,7 @@ class TokenFiles(Shards):
         return first, last
 
     def _is_separator(self, token: int) -> bool:
-        """Whether the first documents of an index have a token once each. A newline may end all, but is within them too."""
+        """Whether the first documents of an index have a token once each. A newline may end all of them, but is within them too."""
         file = self.shards[0]
         assert isinstance(file, TokenFile)
         rows = self._boundaries(file, SAMPLE)
