@@ -1,9 +1,8 @@
 """Sequences, labels, masks and shares of a blend equal those of Megatron-LM's datasets on files that it wrote itself. Requires it:
 
-pip install --no-deps megatron-core && pytest -n 0 -m slow tests/megatron
+pip install --no-deps megatron-core && pytest -n 0 -m slow tests/megatron_core
 """
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,7 @@ from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
-if importlib.util.find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed; .ci/run installs it", allow_module_level=True)
+pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed; .ci/run installs it")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of Megatron-LM are not ours
 
