@@ -264,7 +264,7 @@ def main() -> None:
     command = "python -m benchmarks.real_model " + shlex.join(sys.argv[1:])
     results = {
         "command": command.strip(), "versions": versions(), "packages": packages, "machine": platform.machine(),
-        "processors": os.cpu_count(), "figures": report.values, "failed": report.failed,
+        "processors": os.cpu_count(), "figures": report.values,
     }  # fmt: skip
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
