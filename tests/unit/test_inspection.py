@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.mlm import MlmRecipe
 from titanlike.config.sections import Tokenizer
 from titanlike.config.seq2seq import Seq2SeqRecipe
@@ -21,8 +22,9 @@ from titanlike.tools.data.inspection import inspect_recipe
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.programs import SHIPPED
 
-DEBUG, SEQ2SEQ, MLM = (
-    Path(__file__).parents[2] / f"train_configs/{name}.toml" for name in ("debug", "seq2seq_debug", "mlm_debug")
+DEBUG, SEQ2SEQ, MLM, FINETUNE = (
+    Path(__file__).parents[2] / f"train_configs/{name}.toml"
+    for name in ("debug", "seq2seq_debug", "mlm_debug", "finetune_debug")
 )
 
 
@@ -104,6 +106,16 @@ def test_pairs_of_texts_are_shown_as_inputs_and_labels(tmp_path: Path) -> None:
     _, inputs, labels = re.split(r"sequence 0 .*\n|\nlabels\n", shown(load(Seq2SeqRecipe, SEQ2SEQ, keys)))
     assert inputs == "".join(f"{number}?<eos>" for number in range(100, 110))
     assert labels.split("\n")[0] == "".join(f"{number}!<eos>" for number in range(100, 110))
+
+
+def test_padding_is_neither_shown_nor_counted(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    keys = {
+        "data.source": "chat", "data.path": str(tmp_path / "chats.jsonl"), "data.cache": str(tmp_path), "data.holdout_every": "0",
+        "validation.interval": "0",
+    }  # fmt: skip
+    _, text = shown(load(FinetuneRecipe, FINETUNE, keys)).split("sequence 0  ")
+    assert text.startswith("2 documents\n" + "user\na<eos>assistant\nb<eos>" * 2 + "\n")
 
 
 def test_masked_tokens_and_their_labels(tmp_path: Path) -> None:

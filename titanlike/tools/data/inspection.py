@@ -141,7 +141,10 @@ def _render(batch: SequenceBatch, tokenizer: Tokenizer, names: Mapping[int | Non
     loss_mask = np.ones(tokens.shape, bool) if batch.loss_mask is None else batch.loss_mask
     for row, sequence_id in enumerate(batch.sequence_ids[:limit]):
         documents = document_ids[row, : tokens.shape[1]]
-        is_text = documents >= 0  # not padding of pairs
+        is_text = documents >= 0  # not padding of pairs of texts
+        if batch.document_ids is not None:  # padding of packed items is a document of separators
+            last = documents == documents[-1]
+            is_text &= ~(last & (tokens[row][last] == tokenizer.separator.token).all())
         count = len(np.unique(documents[is_text]))
         text = Text("\n")
         text.append(f"sequence {sequence_id}  ", style="bold")
