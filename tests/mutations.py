@@ -1,60 +1,50 @@
-"""Plants small errors in the code, one at a time in a copy of the repository, and records which the tests find.
+"""Plants small errors in the code, in a copy of the repository, and records which of them the default tests find.
 
-    python -m tests.mutations map                                               # once: which tests execute which functions
+    python -m tests.mutations map      # once: which tests execute which functions, half an hour
     python -m tests.mutations run --files 'titanlike/models/*.py' --number 50 --seed 1
-    python -m tests.mutations table                                             # what was found, and the survivors
+    python -m tests.mutations known    # the errors of tests/known_errors.txt
+    python -m tests.mutations again    # those that were not found
+    python -m tests.mutations table    # what was found, by area, and what was not
 
-An error is a small change of an expression or a statement: `OPERATORS` lists the kinds. It is tested first with the test files that
-call its function, the most specific ones first, and then with all default tests. Each result is a line of `RESULTS`: an interrupted
-round goes on where it stopped. An error without an effect is marked there by hand, as `"equivalent": "the reason"`.
+An error is a small change of an expression or a statement. Each is planted alone and tested with tests that execute its function,
+the most specific ones first. Those that these do not find are planted together, and the default tests run once: each test that
+fails then runs with each of them alone, and this is repeated until no more are found.
+A result is a line of `RESULTS`, so a round that was interrupted goes on where it stopped, and of two results the last one counts.
+An error without an effect is marked there by hand, as `"equivalent": "the reason"`.
 """
 
 import argparse
 import ast
 import copy
 import fnmatch
+import functools
+import itertools
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests/mutations.jsonl"
-MAP = ROOT / ".mutations/map.json"
-SOURCES = ("titanlike/*.py", "recipes/*.py")
-MAX_FIRST = 12  # test files of the first stage
-TIMEOUT = 1800  # seconds; an error may make a test wait forever
+RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors.txt", ROOT / ".mutations/map.json"
+PLACES = ("titanlike", "recipes", "sagemaker")
+FIRST_SECONDS = 60  # of the tests that an error meets alone
+TIMEOUT = "1800"  # seconds; an error may make a test wait forever
 
-SWAPPED_NAMES = {
-    "float32": "bfloat16", "bfloat16": "float32", "min": "max", "max": "min", "any": "all", "all": "any", "sum": "mean",
-    "mean": "sum",
-    "loss_groups": "model_groups", "model_groups": "loss_groups", "shard": "replicate", "replicate": "shard", "tensor": "context",
-    "context": "tensor", "floor": "ceil", "ceil": "floor", "append": "extend", "rank": "world_size", "dim": "head_dim",
-}  # fmt: skip
-COMPARED = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn,
-    ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-}  # fmt: skip
-COMPUTED = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-}
+PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
+Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or, Add Sub, Mult Div, Mod FloorDiv"""  # names and operators
+OTHER = {a: b for pair in PAIRS.split(",") for a, b in itertools.permutations(pair.split())}
 
 
-@dataclass(frozen=True)
-class Mutation:
+class Mutation(NamedTuple):
     """A change of the text of a node. `number` distinguishes equal ones in a function."""
 
     file: str
@@ -65,337 +55,291 @@ class Mutation:
     number: int = 0
 
 
-def constants(node: ast.AST) -> Iterator[ast.AST]:
-    """A number that is one larger, or a changed flag."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-        value = node.value
-        yield ast.Constant(
-            not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else 2 * value or 1.0
-        )
+def changes(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, ast.AST]]:
+    """Yields the kinds of errors that a node may have, and the node with each of them."""
+
+    def changed(**values: Any) -> ast.AST:
+        other = copy.copy(node)
+        vars(other).update(values)
+        return other
+
+    if is_condition and isinstance(node, ast.Name | ast.Attribute | ast.Call):
+        yield "negation", ast.UnaryOp(ast.Not(), node)
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield "constant", ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield "constant", ast.Constant(2 * value or 1.0)
+        case ast.Name(id=name) if name in OTHER:
+            yield "name", changed(id=OTHER[name])
+        case ast.Attribute(attr=name) if name in OTHER:
+            yield "name", changed(attr=OTHER[name])
+        case ast.UnaryOp(op=ast.Not()):
+            yield "negation", node.operand
+        case ast.Compare(ops=[operator]):
+            yield "operator", changed(ops=[getattr(ast, OTHER[type(operator).__name__])()])
+        case ast.BoolOp(op=operator) | ast.BinOp(op=operator) if type(operator).__name__ in OTHER:
+            if not any(isinstance(each, ast.JoinedStr) or _is_text(each) for each in ast.iter_child_nodes(node)):
+                yield "operator", changed(op=getattr(ast, OTHER[type(operator).__name__])())
+        case ast.Call():
+            first, second = [*node.args, None, None][:2]
+            if second and not any(isinstance(each, ast.Starred) for each in (first, second)):
+                yield "arguments", changed(args=[second, first, *node.args[2:]])
+            for each in node.keywords:
+                yield "keyword", changed(keywords=[kept for kept in node.keywords if kept is not each])
+        case ast.Dict(keys, values) if len(keys) > 1 and all(map(_is_text, keys)):
+            for i in range(len(keys)):
+                yield "name of a set", changed(keys=keys[:i] + keys[i + 1 :], values=values[:i] + values[i + 1 :])
+        case ast.Set(names) | ast.Tuple(names) | ast.List(names) if len(names) > 1 and all(map(_is_text, names)):
+            for i in range(len(names)):
+                yield "name of a set", changed(elts=names[:i] + names[i + 1 :])
+        case ast.AugAssign() | ast.Expr(value=ast.Call()):
+            yield "statement", ast.Constant(None)
 
 
-def comparisons(node: ast.AST) -> Iterator[ast.AST]:
-    """Another comparison."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
-        yield _with(node, ops=[COMPARED[type(node.ops[0])]()])
-
-
-def arithmetic(node: ast.AST) -> Iterator[ast.AST]:
-    """Another operator, but not between texts."""
-    if isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
-        operands = (node.left, node.right)
-        texts = ast.JoinedStr | ast.Constant | ast.Tuple | ast.List
-        if all(_is_number(each) or not isinstance(each, texts) for each in operands):
-            yield _with(node, op=COMPUTED[type(node.op)]())
-
-
-def logic(node: ast.AST) -> Iterator[ast.AST]:
-    """`and` for `or`, a condition without its `not`, or with one."""
-    if isinstance(node, ast.BoolOp):
-        yield _with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield node.operand
-    elif isinstance(node, ast.IfExp) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
-        yield _with(node, test=ast.UnaryOp(ast.Not(), node.test))
-
-
-def arguments(node: ast.AST) -> Iterator[ast.AST]:
-    """Two positional arguments swapped."""
-    if (
-        isinstance(node, ast.Call)
-        and len(node.args) > 1
-        and not any(isinstance(each, ast.Starred) for each in node.args[:2])
-    ):
-        first, second, *others = node.args
-        if ast.dump(first) != ast.dump(second):
-            yield _with(node, args=[second, first, *others])
-
-
-def keywords(node: ast.AST) -> Iterator[ast.AST]:
-    """A call without one of its keyword arguments."""
-    if isinstance(node, ast.Call):
-        for index, each in enumerate(node.keywords):
-            if each.arg:
-                yield _with(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
-
-
-def names(node: ast.AST) -> Iterator[ast.AST]:
-    """Another dtype, reduction, group or size."""
-    if isinstance(node, ast.Attribute) and node.attr in SWAPPED_NAMES:
-        yield _with(node, attr=SWAPPED_NAMES[node.attr])
-    elif isinstance(node, ast.Name) and node.id in ("min", "max", "any", "all"):
-        yield _with(node, id=SWAPPED_NAMES[node.id])
-    elif isinstance(node, ast.Constant) and node.value in ("float32", "bfloat16"):
-        yield ast.Constant(SWAPPED_NAMES[str(node.value)])
-
-
-def sets(node: ast.AST) -> Iterator[ast.AST]:
-    """A set, tuple, list or dictionary of names without one of them."""
-    if isinstance(node, ast.Set | ast.Tuple | ast.List) and len(node.elts) > 1 and all(map(_is_name, node.elts)):
-        for index in range(len(node.elts)):
-            yield _with(node, elts=[*node.elts[:index], *node.elts[index + 1 :]])
-    elif (
-        isinstance(node, ast.Dict)
-        and len(node.keys) > 1
-        and all(each is not None and _is_name(each) for each in node.keys)
-    ):
-        for index in range(len(node.keys)):
-            kept = [each for each in range(len(node.keys)) if each != index]
-            yield _with(node, keys=[node.keys[each] for each in kept], values=[node.values[each] for each in kept])
-
-
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """A call or an update that is left out."""
-    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        yield ast.Pass()
-
-
-OPERATORS: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
-    each.__name__: each
-    for each in (constants, comparisons, arithmetic, logic, arguments, keywords, names, sets, statements)
-}
-
-
-def _with(node: ast.AST, **changes: Any) -> ast.AST:
-    changed = copy.copy(node)
-    for name, value in changes.items():
-        setattr(changed, name, value)
-    return changed
-
-
-def _is_number(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-
-
-def _is_name(node: ast.AST) -> bool:
+def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def mutations_of(file: str, text: str) -> Iterator[Mutation]:
-    """Yields all errors that can be planted in a file, but for messages, annotations, imports and docstrings."""
+@functools.cache
+def mutations(file: str) -> dict[Mutation, tuple[int, int]]:
+    """Returns the errors that can be planted in a file, and the bytes that each of them replaces."""
+    content = (ROOT / file).read_bytes()
+    starts = [0, *itertools.accumulate(map(len, content.splitlines(keepends=True)))]
     seen: Counter[Any] = Counter()
-    for function, node in _nodes(ast.parse(text), ""):
-        before = ast.get_source_segment(text, node) if hasattr(node, "lineno") else None
-        if before is None:
-            continue
-        for kind, operator in OPERATORS.items():
-            for changed in operator(node):
-                after = ast.unparse(ast.fix_missing_locations(changed))
-                key = (function, kind, before, after)
-                yield Mutation(file, *key, number=seen[key])
-                seen[key] += 1
+    found = {}
+    for function, node, is_condition in _nodes(ast.parse(content), ""):
+        for kind, changed in changes(node, is_condition):
+            start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            key = (function, kind, content[start:end].decode(), f"({ast.unparse(changed)})")
+            found[Mutation(file, *key, number=seen[key])] = start, end
+            seen[key] += 1
+    return found
 
 
-def _nodes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yields nodes with the name of their function."""
+def _nodes(node: Any, function: str, is_condition: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """Yields nodes with the name of their function, but for messages, annotations, imports and docstrings."""
     if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.arg):
         return
-    yield function, node
+    yield function, node, is_condition
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}".lstrip(".")
-    skipped = {"annotation", "returns", "decorator_list"}
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-        return
     for name, value in ast.iter_fields(node):
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, ast.AST) and name not in skipped:
-                yield from _nodes(each, function)
+            if isinstance(each, ast.AST) and name not in ("annotation", "returns", "decorator_list"):
+                yield from _nodes(each, function, name == "test")
 
 
-def planted(mutation: Mutation, text: str) -> str:
-    """Returns the text of a file with an error. Raises `LookupError` if it does not have the code any more."""
-    seen = 0
-    for function, node in _nodes(ast.parse(text), ""):
-        if (
-            function != mutation.function
-            or not hasattr(node, "lineno")
-            or ast.get_source_segment(text, node) != mutation.before
-        ):
-            continue
-        after = [ast.unparse(ast.fix_missing_locations(each)) for each in OPERATORS[mutation.kind](node)]
-        for _ in range(after.count(mutation.after)):
-            if seen == mutation.number:
-                return _replaced(text, node, mutation.after)
-            seen += 1
-    raise LookupError(mutation)
-
-
-def _replaced(text: str, node: Any, new: str) -> str:
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-    content = text.encode()
-    start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-    if isinstance(node, ast.expr):
-        new = f"({new})"
-    return (content[:start] + new.encode() + content[end:]).decode()
+@functools.cache
+def known_errors() -> dict[Mutation, tuple[int, int]]:
+    """Returns the errors of `KNOWN`: a name, code and its change in a line. The code may be in any file, wrapped in any way."""
+    texts = {path: path.read_bytes() for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in PLACES}
+    found = {}
+    for name, before, after in (line.split("\t") for line in KNOWN.read_text().splitlines()):
+        code = re.compile(rb"\s*".join(re.escape(word.encode()) for word in before.split()))
+        places = [(path, match) for path, text in texts.items() for match in code.finditer(text)]
+        if len(places) != 1:
+            raise LookupError(f"{KNOWN.name}: {name}: found {len(places)} times, not once: {before}")
+        [(path, match)] = places
+        line = texts[path].count(b"\n", 0, match.start()) + 1
+        functions = [
+            each for each, node, _ in _nodes(ast.parse(texts[path]), "") if vars(node).get("lineno", 0) <= line
+        ]
+        found[Mutation(str(path.relative_to(ROOT)), functions[-1], name, before, after)] = match.span()
+    return found
 
 
 class Copy:
     """A copy of the repository, in which tests run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
-        )
-        for name in map(os.fsdecode, filter(None, listed.stdout.split(b"\0"))):
-            if (ROOT / name).is_file():
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes((ROOT / name).read_bytes())
-        self.now = time.time()
+        self.folder, self.now = folder, time.time()
+        left_out = (".git", ".venv*", "*_cache", "__pycache__", "runs", "build", "site", ".mutations")
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+        (folder / "sitecustomize.py").write_text(RECORDER)
 
-    def write(self, file: str, text: str) -> None:
-        """Writes a file with a new time: Python recompiles a file of the same size only if its time in seconds differs."""
-        (self.folder / file).write_text(text)
-        self.now += 2
+    def plant(self, file: str, errors: Iterable[Mutation]) -> list[Mutation]:
+        """Plants those errors in a file that do not overlap, and returns them."""
+        content, spans, done = (ROOT / file).read_bytes(), mutations(file) | known_errors(), []
+        last = len(content)
+        for error in sorted(errors, key=lambda each: spans[each], reverse=True):
+            start, end = spans[error]
+            if end <= last:
+                content, last = content[:start] + error.after.encode() + content[end:], start
+                done.append(error)
+        self.now += 2  # Python recompiles a file of the same size only if its time in seconds differs
+        (self.folder / file).write_bytes(content)
         os.utime(self.folder / file, (self.now, self.now))
+        return done
 
-    def test(self, tests: list[str], *options: str, **variables: str) -> tuple[str, float]:
-        """Returns the first test that fails, or "" if none does, and the seconds that it took."""
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *options, *tests]
-        started = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=TIMEOUT,
+    def test(self, tests: list[str], *options: str) -> list[str]:
+        """Returns the tests that fail."""
+        meta = "--deselect=tests/unit/test_structure.py::test_known_errors_match_the_code"
+        command = ["timeout", "-s", "KILL", TIMEOUT, sys.executable, "-m", "pytest", "-rfE", "-p", "no:cacheprovider"]
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a process that is left would hold open
+            code = subprocess.run(
+                [*command, meta, *options, *tests],
+                cwd=self.folder,
+                env=environment,
+                stdout=output,
                 stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "timeout", TIMEOUT
-        failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        result = "" if not done.returncode else failed[0] if failed else f"exit code {done.returncode}"
-        return result, round(time.monotonic() - started, 1)
+                check=False,
+            ).returncode
+            output.seek(0)
+            failed = [line.split()[1] for line in output if line.startswith(("FAILED ", "ERROR "))]
+        return failed or [f"exit code {code}"] * (code not in (0, 5))  # 5: no test is selected
+
+    def test_with(self, errors: list[Mutation], tests: list[str], *options: str) -> tuple[list[str], list[Mutation]]:
+        """Returns the tests that fail with errors, and which errors were planted."""
+        files = {error.file for error in errors}
+        done = [each for file in files for each in self.plant(file, [error for error in errors if error.file == file])]
+        failed = self.test(tests, *options)
+        for file in files:
+            self.plant(file, [])
+        return failed, done
 
 
-# What each Python process of the tests does first: it appends each function of this repository to a file when it is first called.
+# What each Python process does first while the map is made: it appends each function of the copy when a test first calls it.
 RECORDER = """
-import os, sys, threading
-if file := os.environ.get("FUNCTIONS_CALLED"):
-    root, out, seen = os.environ["FUNCTIONS_ROOT"], os.open(file, os.O_APPEND | os.O_CREAT | os.O_WRONLY), set()
-    def record(frame, event, arg):
-        code = frame.f_code
-        if event == "call" and code not in seen:
-            seen.add(code)
-            if code.co_filename.startswith(root):
-                os.write(out, f"{code.co_filename.removeprefix(root)} {code.co_qualname}\\n".encode())
+"PYTEST_DONT_REWRITE"
+import os, sys, threading, time
+root, seen = os.path.dirname(__file__) + "/", set()
+def write(line):
+    out = os.open(root + "called", os.O_APPEND | os.O_WRONLY)  # each time: a process may close the files that it inherits
+    os.write(out, line.encode())
+    os.close(out)
+def record(frame, event, arg):
+    code = frame.f_code
+    if event == "call" and code not in seen:
+        seen.add(code)
+        if code.co_filename.startswith(root):
+            write(f"{code.co_filename.removeprefix(root)} {code.co_qualname}\\n")
+def pytest_runtest_logstart(nodeid):
+    seen.clear()
+    write(f"> {time.time()} {nodeid}\\n")
+def pytest_sessionfinish():
+    write(f"> {time.time()} \\n")
+if os.path.exists(root + "called"):
     sys.setprofile(record)
     threading.setprofile(record)
 """
 
 
 def record_map(copied: Copy) -> None:
-    """Writes which functions each file of default tests calls, in any of its processes."""
-    (copied.folder / "sitecustomize.py").write_text(RECORDER)
+    """Writes which functions each default test calls, in any process, and its seconds."""
     found: dict[str, Any] = json.loads(MAP.read_text()) if MAP.exists() else {}
     MAP.parent.mkdir(exist_ok=True)
-    for test in sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")):
-        if str(test) in found:
-            continue
+    for file in sorted({str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")} - found.keys()):
         called = copied.folder / "called"
-        called.unlink(missing_ok=True)
-        variables = {
-            "FUNCTIONS_CALLED": str(called),
-            "FUNCTIONS_ROOT": f"{copied.folder}/",
-            "PYTHONPATH": str(copied.folder),
-        }
-        failed, seconds = copied.test([str(test)], "-n", "0", "--maxfail=1000", **variables)
-        functions = sorted(set(called.read_text().splitlines())) if called.exists() else []
-        found[str(test)] = {"seconds": seconds, "functions": [each.replace(".<locals>", "") for each in functions]}
+        called.write_text("")
+        failed = copied.test([file], "-n", "0", "-p", "sitecustomize")
+        found[file] = {}
+        _, *parts = re.split("^> ", called.read_text().replace(".<locals>", ""), flags=re.MULTILINE)
+        for part, following in itertools.pairwise(part.splitlines() for part in parts):
+            started, test = part[0].split(" ", 1)
+            found[file][test] = {"seconds": float(following[0].split()[0]) - float(started), "functions": part[1:]}
         MAP.write_text(json.dumps(found))
-        print(f"{test}: {len(functions)} functions, {seconds:.0f} s{', ' + failed if failed else ''}", flush=True)
+        print(f"{file}: {len(found[file])} tests {' '.join(failed)}", flush=True)
 
 
-def tests_of(mutation: Mutation, called: dict[str, Any]) -> list[str]:
-    """Returns the files of tests that call the function, those that call few others first."""
-    names = {f"{mutation.file} {mutation.function or '<module>'}"}
-    found = [test for test, each in called.items() if names & set(each["functions"])]
-    return sorted(found, key=lambda test: len(called[test]["functions"]))[:MAX_FIRST]
+def tests_of(error: Mutation, called: dict[str, Any]) -> list[str]:
+    """Returns tests that call the function, or else another one of its file, those first that call few others."""
+    ranked = []
+    for test, each in (pair for tests in called.values() for pair in tests.items()):
+        if any(name.startswith(f"{error.file} ") for name in each["functions"]):
+            calls = f"{error.file} {error.function}" in each["functions"]
+            ranked.append((not calls, len(each["functions"]), each["seconds"], test))
+    chosen, seconds = [], 0.0
+    for *_, more, test in sorted(ranked):
+        seconds += more
+        if not chosen or seconds <= FIRST_SECONDS:
+            chosen.append(test)
+    return chosen
 
 
-def evaluate(mutation: Mutation, copied: Copy, called: dict[str, Any]) -> dict[str, Any]:
-    """Plants an error and tests it. Returns the line of the results."""
-    text = (ROOT / mutation.file).read_text()
-    copied.write(mutation.file, planted(mutation, text))
-    try:
-        first = tests_of(mutation, called)
-        found, seconds = copied.test(first, "-n", "2") if first else ("", 0.0)
-        stage = "tests of the function"
-        if not found:
-            stage = "default tests"
-            found, more = copied.test([])
-            seconds += more
-    finally:
-        copied.write(mutation.file, text)
-    return asdict(mutation) | {"found": found, "stage": stage if found else "", "seconds": seconds}
+def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, str], None]) -> None:
+    """Tests each error alone and then the others together, and records what finds them."""
+    called = json.loads(MAP.read_text()) if MAP.exists() else {}
+    left = []
+    for error in errors:
+        tests = tests_of(error, called)
+        if failed := tests and copied.test_with([error], tests, "-x", "-n", "0")[0]:
+            record(error, failed[0])
+        else:
+            left.append(error)
+    while left:
+        print(f"{len(left)} errors are planted together", flush=True)
+        failed, together = copied.test_with(left, [])
+        alone = {error: copied.test_with([error], failed[:20], "-x", "-n", "0")[0] for error in together if failed}
+        found = [error for error in together if alone.get(error)] or together
+        for error in found:
+            record(error, (alone.get(error) or [""])[0])
+        left = [error for error in left if error not in found]
 
 
 def drawn(files: list[str], number: int, seed: int) -> list[Mutation]:
-    """Returns errors of the core, as many of each kind."""
-    by_kind: dict[str, list[Mutation]] = defaultdict(list)
-    for path in sorted(each for source in SOURCES for each in ROOT.glob(source.replace("*", "**/*"))):
-        name = str(path.relative_to(ROOT))
-        if "tools" not in path.parts and any(fnmatch.fnmatch(name, pattern) for pattern in files):
-            for mutation in mutations_of(name, path.read_text()):
-                by_kind[mutation.kind].append(mutation)
-    rng = random.Random(seed)
-    for found in by_kind.values():
-        rng.shuffle(found)
-    kinds = sorted(by_kind)
-    return [
-        each for row in range(number) for kind in kinds if row < len(by_kind[kind]) for each in [by_kind[kind][row]]
-    ][:number]
+    """Returns errors of the core, each with equal probability."""
+    paths = [str(path.relative_to(ROOT)) for each in ("titanlike", "recipes") for path in (ROOT / each).rglob("*.py")]
+    core = sorted(
+        path for path in paths if "/tools/" not in path and any(fnmatch.fnmatch(path, each) for each in files)
+    )
+    errors = [error for path in core for error in mutations(path)]
+    return random.Random(seed).sample(errors, min(number, len(errors)))
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Returns what was found by area of the code, and the survivors."""
+def table(results: Iterable[dict[str, Any]]) -> str:
+    """Returns what was found by area of the code, and what was not."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
+    left = []
     for each in results:
-        state = "equivalent" if each.get("equivalent") else "found" if each["found"] else "survived"
-        for area in ("/".join(each["file"].split("/")[:2]), "all"):
+        state = "equivalent" if each.get("equivalent") else "found" if each["found"] else "not found"
+        for area in ("/".join(each["file"].split("/")[:2]), f"seed {each['seed']}", "all"):
             rows[area][state] += 1
-    lines = ["| Code | Found | Survived | Equivalent |", "|---|---|---|---|"]
-    lines += [
-        f"| {area} | {row['found']} | {row['survived']} | {row['equivalent']} |" for area, row in sorted(rows.items())
-    ]
-    total = rows["all"]["found"] + rows["all"]["survived"]
-    lines += ["", f"{100 * rows['all']['found'] / max(total, 1):.0f}% of {total} found", ""]
-    for each in results:
-        if not each["found"] and not each.get("equivalent"):
-            lines.append(f"{each['file']} {each['function']}: {' '.join(each['before'].split())} -> {each['after']}")
-    return "\n".join(lines)
+        if state != "found":
+            change = f"{' '.join(each['before'].split())} -> {each['after']}"
+            left.append(f"{each['file']} {each['function']}: {change} {each.get('equivalent', '')}")
+    lines = ["| Code | Found | Not found | Equivalent |", "|---|---|---|---|"]
+    for area, row in sorted(rows.items()):
+        lines.append(f"| {area} | {row['found']} | {row['not found']} | {row['equivalent']} |")
+    return "\n".join([*lines, "", *left])
 
 
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("map", "run", "table"))
+    parser.add_argument("command", choices=("map", "run", "known", "again", "table"))
     parser.add_argument("--files", nargs="*", default=["*"], help="run: patterns of files (default: the core)")
     parser.add_argument("--number", type=int, default=20, help="run: number of errors (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="run: which errors are drawn (default: 0)")
     options = parser.parse_args()
-    results = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    results = {Mutation(*(each[name] for name in Mutation._fields)): each for each in lines}
     if options.command == "table":
-        print(table(results))
+        print(table(results.values()))
         return 0
+
+    def record(error: Mutation, found: str) -> None:
+        seed = results[error]["seed"] if error in results else "known" if error in known_errors() else options.seed
+        with RESULTS.open("a") as out:
+            out.write(json.dumps(error._asdict() | {"found": found, "seed": seed}, ensure_ascii=False) + "\n")
+        print(f"{error.file} {error.function} {error.kind}: {found or 'NOT FOUND'}", flush=True)
+
+    if options.command == "again":
+        errors = [error for error, each in results.items() if not each["found"] and not each.get("equivalent")]
+    else:
+        all_errors = (
+            known_errors() if options.command == "known" else drawn(options.files, options.number, options.seed)
+        )
+        errors = [error for error in all_errors if error not in results]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copied = Copy(Path(folder))
         if options.command == "map":
             record_map(copied)
-            return 0
-        called = json.loads(MAP.read_text()) if MAP.exists() else {}
-        done = {tuple(each[name] for name in Mutation.__dataclass_fields__) for each in results}
-        for mutation in drawn(options.files, options.number, options.seed):
-            if tuple(asdict(mutation).values()) in done:
-                continue
-            result = evaluate(mutation, copied, called) | {"seed": options.seed}
-            with RESULTS.open("a") as out:
-                print(json.dumps(result, ensure_ascii=False), file=out)
-            found = result["found"] or "NOT FOUND"
-            print(
-                f"{mutation.file} {mutation.function} {mutation.kind}: {found} ({result['seconds']:.0f} s)", flush=True
-            )
+        else:
+            evaluate(errors, copied, record)
     return 0
 
 

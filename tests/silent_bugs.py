@@ -58,7 +58,7 @@ class Bug:
     what: str
     layout: str
     finding: str  # a regular expression for what is printed
-    own: str = ""  # the error of tests/planted_errors.py that plants the same in this library
+    own: str = ""  # the error of tests/known_errors.txt that plants the same in this library
 
     @property
     def name(self) -> str:
