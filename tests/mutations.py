@@ -3,20 +3,17 @@
     python -m tests.mutations map      # once: which tests execute which functions, half an hour
     python -m tests.mutations run --files 'titanlike/models/*.py' --number 50 --seed 1
     python -m tests.mutations known    # the errors of tests/known_errors.txt
-    python -m tests.mutations again    # those that were not found
     python -m tests.mutations table    # what was found, by area, and what was not
 
 An error is a small change of an expression or a statement. Each is planted alone and tested with tests that execute its function,
 the most specific ones first. Those that these do not find are planted together, and the default tests run once: each test that
 fails then runs with each of them alone, and this is repeated until no more are found.
-A result is a line of `RESULTS`, so a round that was interrupted goes on where it stopped, and of two results the last one counts.
+A result is a line of `RESULTS`. A command that runs again tests only what was not found, and of two results the last one counts.
 An error without an effect is marked there by hand, as `"equivalent": "the reason"`.
 """
 
 import argparse
 import ast
-import copy
-import fnmatch
 import functools
 import itertools
 import json
@@ -27,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,9 +31,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors.txt", ROOT / ".mutations/map.json"
-PLACES = ("titanlike", "recipes", "sagemaker")
+PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider"
+# This test finds each known error, because it looks for the correct code.
+PYTEST += " --deselect=tests/unit/test_structure.py::test_known_errors_match_the_code"
 FIRST_SECONDS = 60  # of the tests that an error meets alone
-TIMEOUT = "1800"  # seconds; an error may make a test wait forever
+TIMEOUTS = ("3000", "600")  # seconds of all tests and of some; an error may make a test wait forever
 
 PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
 Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or, Add Sub, Mult Div, Mod FloorDiv"""  # names and operators
@@ -45,23 +43,20 @@ OTHER = {a: b for pair in PAIRS.split(",") for a, b in itertools.permutations(pa
 
 
 class Mutation(NamedTuple):
-    """A change of the text of a node. `number` distinguishes equal ones in a function."""
+    """A change of the text of a node, the first one in a function that has this text."""
 
     file: str
     function: str
     kind: str
     before: str
     after: str
-    number: int = 0
 
 
 def changes(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, ast.AST]]:
     """Yields the kinds of errors that a node may have, and the node with each of them."""
 
     def changed(**values: Any) -> ast.AST:
-        other = copy.copy(node)
-        vars(other).update(values)
-        return other
+        return type(node)(**dict(ast.iter_fields(node)) | values)
 
     if is_condition and isinstance(node, ast.Name | ast.Attribute | ast.Call):
         yield "negation", ast.UnaryOp(ast.Not(), node)
@@ -108,14 +103,12 @@ def mutations(file: str) -> dict[Mutation, tuple[int, int]]:
     """Returns the errors that can be planted in a file, and the bytes that each of them replaces."""
     content = (ROOT / file).read_bytes()
     starts = [0, *itertools.accumulate(map(len, content.splitlines(keepends=True)))]
-    seen: Counter[Any] = Counter()
-    found = {}
+    found: dict[Mutation, tuple[int, int]] = {}
     for function, node, is_condition in _nodes(ast.parse(content), ""):
         for kind, changed in changes(node, is_condition):
             start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-            key = (function, kind, content[start:end].decode(), f"({ast.unparse(changed)})")
-            found[Mutation(file, *key, number=seen[key])] = start, end
-            seen[key] += 1
+            error = Mutation(file, function, kind, content[start:end].decode(), f"({ast.unparse(changed)})")
+            found.setdefault(error, (start, end))
     return found
 
 
@@ -135,19 +128,15 @@ def _nodes(node: Any, function: str, is_condition: bool = False) -> Iterator[tup
 @functools.cache
 def known_errors() -> dict[Mutation, tuple[int, int]]:
     """Returns the errors of `KNOWN`: a name, code and its change in a line. The code may be in any file, wrapped in any way."""
-    texts = {path: path.read_bytes() for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in PLACES}
+    paths = [path for each in ("titanlike", "recipes", "sagemaker") for path in (ROOT / each).rglob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
     found = {}
     for name, before, after in (line.split("\t") for line in KNOWN.read_text().splitlines()):
         code = re.compile(rb"\s*".join(re.escape(word.encode()) for word in before.split()))
-        places = [(path, match) for path, text in texts.items() for match in code.finditer(text)]
+        places = [(file, match.span()) for file, text in texts.items() for match in code.finditer(text)]
         if len(places) != 1:
             raise LookupError(f"{KNOWN.name}: {name}: found {len(places)} times, not once: {before}")
-        [(path, match)] = places
-        line = texts[path].count(b"\n", 0, match.start()) + 1
-        functions = [
-            each for each, node, _ in _nodes(ast.parse(texts[path]), "") if vars(node).get("lineno", 0) <= line
-        ]
-        found[Mutation(str(path.relative_to(ROOT)), functions[-1], name, before, after)] = match.span()
+        found[Mutation(places[0][0], "", name, before, after)] = places[0][1]
     return found
 
 
@@ -155,51 +144,42 @@ class Copy:
     """A copy of the repository, in which tests run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.now = folder, time.time()
+        self.folder = folder
         left_out = (".git", ".venv*", "*_cache", "__pycache__", "runs", "build", "site", ".mutations")
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
         (folder / "sitecustomize.py").write_text(RECORDER)
 
-    def plant(self, file: str, errors: Iterable[Mutation]) -> list[Mutation]:
-        """Plants those errors in a file that do not overlap, and returns them."""
-        content, spans, done = (ROOT / file).read_bytes(), mutations(file) | known_errors(), []
-        last = len(content)
+    def test(self, errors: list[Mutation], tests: list[str], *options: str) -> tuple[list[str], list[Mutation]]:
+        """Runs tests with those errors that do not overlap. Returns the tests that fail, and these errors."""
+        spans = dict(itertools.chain(known_errors().items(), *(mutations(each.file).items() for each in errors)))
+        changed: dict[str, tuple[bytes, int]] = {}
+        planted = []
         for error in sorted(errors, key=lambda each: spans[each], reverse=True):
             start, end = spans[error]
+            content, last = changed.get(error.file) or ((ROOT / error.file).read_bytes(), end)
             if end <= last:
-                content, last = content[:start] + error.after.encode() + content[end:], start
-                done.append(error)
-        self.now += 2  # Python recompiles a file of the same size only if its time in seconds differs
-        (self.folder / file).write_bytes(content)
-        os.utime(self.folder / file, (self.now, self.now))
-        return done
+                changed[error.file] = content[:start] + error.after.encode() + content[end:], start
+                planted.append(error)
+        for file, (content, _) in changed.items():
+            self._write(file, content)
+        failed = self._run(tests, *options)
+        for file in changed:
+            self._write(file, (ROOT / file).read_bytes())
+        return failed, planted
 
-    def test(self, tests: list[str], *options: str) -> list[str]:
-        """Returns the tests that fail."""
-        meta = "--deselect=tests/unit/test_structure.py::test_known_errors_match_the_code"
-        command = ["timeout", "-s", "KILL", TIMEOUT, sys.executable, "-m", "pytest", "-rfE", "-p", "no:cacheprovider"]
+    def _write(self, file: str, content: bytes) -> None:
+        (self.folder / file).write_bytes(content)
+        # Python recompiles a file of the same size only if its time in seconds differs.
+        shutil.rmtree((self.folder / file).parent / "__pycache__", ignore_errors=True)
+
+    def _run(self, tests: list[str], *options: str) -> list[str]:
+        command = ["timeout", "-s", "KILL", TIMEOUTS[bool(tests)], *PYTEST.split(), *options, *tests]
         environment = os.environ | {"PYTHONPATH": str(self.folder)}
         with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a process that is left would hold open
-            code = subprocess.run(
-                [*command, meta, *options, *tests],
-                cwd=self.folder,
-                env=environment,
-                stdout=output,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            ).returncode
+            code = subprocess.call(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output)
             output.seek(0)
             failed = [line.split()[1] for line in output if line.startswith(("FAILED ", "ERROR "))]
         return failed or [f"exit code {code}"] * (code not in (0, 5))  # 5: no test is selected
-
-    def test_with(self, errors: list[Mutation], tests: list[str], *options: str) -> tuple[list[str], list[Mutation]]:
-        """Returns the tests that fail with errors, and which errors were planted."""
-        files = {error.file for error in errors}
-        done = [each for file in files for each in self.plant(file, [error for error in errors if error.file == file])]
-        failed = self.test(tests, *options)
-        for file in files:
-            self.plant(file, [])
-        return failed, done
 
 
 # What each Python process does first while the map is made: it appends each function of the copy when a test first calls it.
@@ -235,7 +215,7 @@ def record_map(copied: Copy) -> None:
     for file in sorted({str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")} - found.keys()):
         called = copied.folder / "called"
         called.write_text("")
-        failed = copied.test([file], "-n", "0", "-p", "sitecustomize")
+        failed, _ = copied.test([], [file], "-n", "0", "-p", "sitecustomize")
         found[file] = {}
         _, *parts = re.split("^> ", called.read_text().replace(".<locals>", ""), flags=re.MULTILINE)
         for part, following in itertools.pairwise(part.splitlines() for part in parts):
@@ -266,14 +246,15 @@ def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, s
     left = []
     for error in errors:
         tests = tests_of(error, called)
-        if failed := tests and copied.test_with([error], tests, "-x", "-n", "0")[0]:
+        if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
             record(error, failed[0])
         else:
             left.append(error)
     while left:
         print(f"{len(left)} errors are planted together", flush=True)
-        failed, together = copied.test_with(left, [])
-        alone = {error: copied.test_with([error], failed[:20], "-x", "-n", "0")[0] for error in together if failed}
+        failed, together = copied.test(left, [])
+        tests = [test for test in failed[:20] if not test.startswith("exit code")]  # without any, all tests
+        alone = {error: copied.test([error], tests, "-x", "-n", "0")[0] for error in together if failed}
         found = [error for error in together if alone.get(error)] or together
         for error in found:
             record(error, (alone.get(error) or [""])[0])
@@ -282,11 +263,9 @@ def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, s
 
 def drawn(files: list[str], number: int, seed: int) -> list[Mutation]:
     """Returns errors of the core, each with equal probability."""
-    paths = [str(path.relative_to(ROOT)) for each in ("titanlike", "recipes") for path in (ROOT / each).rglob("*.py")]
-    core = sorted(
-        path for path in paths if "/tools/" not in path and any(fnmatch.fnmatch(path, each) for each in files)
-    )
-    errors = [error for path in core for error in mutations(path)]
+    paths = (path.relative_to(ROOT) for path in [*ROOT.glob("recipes/*.py"), *ROOT.glob("titanlike/**/*.py")])
+    core = sorted(str(path) for path in paths if "tools" not in path.parts and any(map(path.match, files)))
+    errors = [error for file in core for error in mutations(file)]
     return random.Random(seed).sample(errors, min(number, len(errors)))
 
 
@@ -310,8 +289,8 @@ def table(results: Iterable[dict[str, Any]]) -> str:
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("map", "run", "known", "again", "table"))
-    parser.add_argument("--files", nargs="*", default=["*"], help="run: patterns of files (default: the core)")
+    parser.add_argument("command", choices=("map", "run", "known", "table"))
+    parser.add_argument("--files", nargs="*", default=["*.py"], help="run: patterns of files (default: the core)")
     parser.add_argument("--number", type=int, default=20, help="run: number of errors (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="run: which errors are drawn (default: 0)")
     options = parser.parse_args()
@@ -322,24 +301,16 @@ def main() -> int:
         return 0
 
     def record(error: Mutation, found: str) -> None:
-        seed = results[error]["seed"] if error in results else "known" if error in known_errors() else options.seed
+        seed = "known" if options.command == "known" else options.seed
         with RESULTS.open("a") as out:
             out.write(json.dumps(error._asdict() | {"found": found, "seed": seed}, ensure_ascii=False) + "\n")
         print(f"{error.file} {error.function} {error.kind}: {found or 'NOT FOUND'}", flush=True)
 
-    if options.command == "again":
-        errors = [error for error, each in results.items() if not each["found"] and not each.get("equivalent")]
-    else:
-        all_errors = (
-            known_errors() if options.command == "known" else drawn(options.files, options.number, options.seed)
-        )
-        errors = [error for error in all_errors if error not in results]
+    chosen = known_errors() if options.command == "known" else drawn(options.files, options.number, options.seed)
+    left = [error for error in chosen if not any(results.get(error, {}).get(key) for key in ("found", "equivalent"))]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copied = Copy(Path(folder))
-        if options.command == "map":
-            record_map(copied)
-        else:
-            evaluate(errors, copied, record)
+        record_map(copied) if options.command == "map" else evaluate(left, copied, record)
     return 0
 
 
