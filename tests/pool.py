@@ -86,3 +86,6 @@ class Pool:
                 self.errors.append(tempfile.TemporaryFile())  # noqa: SIM115  read when the rank dies
                 self.workers.append(Forked(program, cwd=ROOT, stdin=remote, stderr=self.errors[-1]))
             self.pipes.append(Connection(local.detach()))
+
+
+Ranks = Callable[[int], Pool]  # the fixture `ranks`

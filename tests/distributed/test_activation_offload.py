@@ -1,6 +1,6 @@
 """Activations that are copied to the host and back: no value changes, and what is copied is what a block keeps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from tests.checkpoints import assert_identical
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GPT_, LLAMA, QWEN3_MOE, result, tiny, train_on_rank, world_size
 from titanlike.config import PretrainRecipe
 from titanlike.parallelisms import activation_offload
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.activation_offload import _Host, _Order, _Pass, apply_activation_offload
-
-Ranks = Callable[[int], Pool]
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """A NaN on one rank stops all ranks, and the error names that rank."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.config.sections import Training
 from titanlike.distributed import collectives
@@ -16,8 +14,6 @@ from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-
-Ranks = Callable[[int], Pool]
 
 
 def _error(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 
 from tests.checkpoints import allowed, assert_equal_state, refusal, saved_by
 from tests.parity import tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import assert_same, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 
-Ranks = Callable[[int], Pool]
 RAMP = ((2, 4), (2, 8))
 SIZES = [4, 4, 8, 8, 16, 16]
 TRAINING: dict[str, Any] = dict(steps=6, global_batch_size=16, batch_ramp=RAMP, local_batch_size=2)

@@ -2,19 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.tools.planning.calibrate import calibrate, fit_half, link_speed
 from titanlike.tools.planning.hardware import load_hardware
-
-Ranks = Callable[[int], Pool]
 
 
 def _calibrate(path: str, ranks_per_node: int) -> list[tuple[str, int, int]]:

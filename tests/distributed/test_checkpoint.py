@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import MACHINE, assert_equal_state, assert_identical, drop_last, reshard, saved_by, saved_steps
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GPT_, assert_same, result, resume, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
@@ -18,7 +17,6 @@ from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.config.shipped import train_command
 from titanlike.run.run_dir import RunDirectory, machine_metadata
 
-Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
 
 

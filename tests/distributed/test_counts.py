@@ -4,7 +4,6 @@ Counts host synchronizations, graph breaks, recompilations and collectives. A ho
 too: an operation that reads a value from a tensor, or whose output size depends on values.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,12 +11,11 @@ import pytest
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.shrunk import LAYOUTS, WARM, before_each_step, small
 from tests.training import Operations, train_on_rank
 from titanlike.config import PretrainRecipe
 
-Ranks = Callable[[int], Pool]
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 

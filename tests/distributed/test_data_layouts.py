@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 
 from tests.checkpoints import assert_identical, drop_last
 from tests.layouts import recipe_for, training_batches
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import assert_same, result, train
-
-Ranks = Callable[[int], Pool]
 
 
 @pytest.fixture

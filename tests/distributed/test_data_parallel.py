@@ -1,7 +1,6 @@
 """Data-parallel options do not change results; test_parity.py covers the layouts."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parity import COMPILED
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import MODELS, assert_same, full_tensor, mesh_of, tiny, train
 from titanlike.config.sections import Parallelism
 from titanlike.parallelisms.fsdp import accumulate_gradients, apply_fsdp
 from titanlike.tools.verify.recipe import Result
-
-Ranks = Callable[[int], Pool]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,13 @@
 """Warmup-stable-decay: runs that branch from a checkpoint of the stable phase, each with a decay of its own."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import allowed, assert_identical, refusal, saved_by
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import tiny, train
 
-Ranks = Callable[[int], Pool]
 STABLE: dict[str, Any] = dict(training=dict(steps=4), schedule=dict(warmup_steps=2, decay="none"))
 DECAYS: dict[str, dict[str, Any]] = {
     "linear": dict(training=dict(steps=6), schedule=dict(warmup_steps=2, decay="linear", decay_ratio=1 / 3)),

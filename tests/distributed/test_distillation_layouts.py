@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
 from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import (
     GEMMA2,
     GPT_,
@@ -33,8 +33,6 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
 from titanlike.tools.verify.recipe import Result
-
-Ranks = Callable[[int], Pool]
 
 WIDE = dataclasses.replace(LLAMA, dim=96, num_heads=6, num_layers=4, ffn_dim=128)
 # The student and the teacher.

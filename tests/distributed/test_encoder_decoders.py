@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from tests.parity import COMPILED, FULL, MUON, SELECTIVE, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import T5, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import Result, differences
-
-Ranks = Callable[[int], Pool]
 
 # The layout, the number of sequences in a micro-batch, and other sections of a recipe.
 LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import (
     BERT,
     GEMMA2,
@@ -30,7 +30,6 @@ from tests.training import (
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import Result
 
-Ranks = Callable[[int], Pool]
 DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}
 # Each option by itself.
 PLAIN = replace(GEMMA2, logit_soft_cap=0.0, attention_soft_cap=0.0, sliding_window=0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, build, full_tensor, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
@@ -30,8 +29,6 @@ from titanlike.models.logits_loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor
-
-Ranks = Callable[[int], Pool]
 
 MODELS: dict[str, Any] = {
     "llama": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320),

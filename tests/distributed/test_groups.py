@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -16,15 +15,13 @@ import torch.distributed as dist
 
 from tests.forkserver import ROOT
 from tests.launching import free_port
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import mesh_of
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import collectives, process_group
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.planning.torch_internals import fake_process_group
-
-Ranks = Callable[[int], Pool]
 
 
 def _run_collectives() -> tuple[int, list[int], float, str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from recipes import pretrain
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.layouts import LAYOUTS, recipe_for, training_batches
 from tests.parity import FLOAT8
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import MODELS, assert_same, build, full_tensor, model_of, result, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
@@ -22,8 +21,6 @@ from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 from titanlike.run import loop
-
-Ranks = Callable[[int], Pool]
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:

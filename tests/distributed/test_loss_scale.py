@@ -1,6 +1,5 @@
 """float16 with a loss scale: it changes no gradient, and all layouts skip the same steps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,15 +11,13 @@ import torch
 
 from tests.checkpoints import assert_identical, drop_last
 from tests.launching import records
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA, QWEN3_MOE, build, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.optim.non_finite import LossScale
 from titanlike.run.loop import forward_backward
 from titanlike.utils.dtensor import local_tensor
-
-Ranks = Callable[[int], Pool]
 
 FOUR = replace(LLAMA, num_layers=4)
 

@@ -1,7 +1,6 @@
 """The accuracy of masked tokens is that of one process under every layout: ranks that share a vocabulary compare their logits."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import BERT, tiny, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.models.masked_loss import LossAndAccuracy, num_correct
 
-Ranks = Callable[[int], Pool]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP": dict(tensor=2),
     "CP": dict(context=2),

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 
 from tests import nvml
 from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
-from tests.pool import Pool
+from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
 from titanlike.config.sections import Metrics, Parallelism
 from titanlike.metrics import Monitor, machine_records
@@ -25,7 +24,6 @@ from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.experts import routers
 from titanlike.models.loss import IGNORE
 
-Ranks = Callable[[int], Pool]
 Z_LOSS = 0.01
 TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")
 MODELS: dict[str, Any] = MOE_MODELS | {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard, saved_steps
 from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import (
     LLAMA,
     SHARED_EXPERTS,
@@ -37,7 +37,6 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.tools.verify.recipe import Result, differences
 from titanlike.utils.dtensor import local_tensor
 
-Ranks = Callable[[int], Pool]
 # Those of the default and of the slow tests; the others run with `-m every`.
 QUICK = ("TP x FSDP", "EP x TP", "MLA, EP x TP", "Sinks, EP x TP", "CP x TP, QK-clip, full checkpointing")
 SLOW = (

@@ -2,7 +2,6 @@
 that of the planner."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
 from tests.parity import CASES, MUON, Case, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.staging import shard_range_of
@@ -29,7 +28,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor
 
-Ranks = Callable[[int], Pool]
 # Matrices that the ranks do not divide: the last shards are shorter, or empty.
 ODD = dataclasses.replace(MODELS["llama"], num_layers=4, dim=60, num_heads=2, num_kv_heads=2, ffn_dim=92)
 MODEL = dataclasses.replace(MODELS["llama"], num_layers=4)

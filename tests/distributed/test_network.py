@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tests.launching import free_port
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.tools import network
 from titanlike.tools.finding import Finding
 from titanlike.tools.network import Clock, compare_clocks, compare_speeds, expected_speeds, rounds
 from titanlike.tools.planning.hardware import load_hardware
 
-Ranks = Callable[[int], Pool]
 NODES = [f"node {number} (host-{number})" for number in range(4)]
 
 

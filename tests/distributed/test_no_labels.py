@@ -3,7 +3,7 @@ data without one."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from tests.launching import records
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import BERT, LLAMA, tiny, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.distill import Distillation
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.models.loss import IGNORE
 
-Ranks = Callable[[int], Pool]
 TEACHER = dict(teacher=dataclasses.replace(LLAMA, num_layers=1), distillation=Distillation(teacher="random"))
 CASES: dict[str, dict[str, Any]] = {
     "one process": dict(parallelism=dict(shard=1)),

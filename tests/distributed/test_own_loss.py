@@ -1,7 +1,6 @@
 """A loss of a user's own under every kind of layout, against a plain PyTorch loop."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from recipes import pretrain
 from tests.parity import COMPILED, tiers
 from tests.plain_loop import plain_loop
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
@@ -23,7 +22,6 @@ from titanlike.models.registry import build_model
 from titanlike.parallelize import parallelize
 from titanlike.tools.verify.recipe import Result
 
-Ranks = Callable[[int], Pool]
 SMOOTHING = 0.3
 
 

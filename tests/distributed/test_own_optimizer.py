@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
 from tests.checkpoints import assert_identical, drop_last, saved_steps
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import result, tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.format import CheckpointCorrupt
@@ -26,7 +26,6 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.utils.dtensor import local_tensor
 
-Ranks = Callable[[int], Pool]
 WEIGHT = "layers.0.attention.wq.weight"
 
 

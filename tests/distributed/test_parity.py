@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.parity import CASES, Case
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import MODELS, assert_same, model_of, tiny, train
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import Result, differences
 
-Ranks = Callable[[int], Pool]
 Baseline = Callable[[str, float], Result]
 
 STEPS = 2  # the loss of the second step depends on the gradients and the update of the first

@@ -1,6 +1,5 @@
 """Components of the parallelisms: context-parallel attention, dropout, vocabulary-parallel loss, tensor-parallel plans."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
@@ -26,8 +25,6 @@ from titanlike.parallelisms.context import (
     gather_sequence,
 )
 from titanlike.parallelisms.tensor import apply_tensor
-
-Ranks = Callable[[int], Pool]
 
 
 def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, float]:

@@ -1,6 +1,5 @@
 """The order of point-to-point operations of the pipeline schedules, which must not deadlock with NCCL."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import nccl
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import mesh_of
 from titanlike.config.layout import SCHEDULES
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.utils import compat
 
-Ranks = Callable[[int], Pool]
 DIM, VOCAB, LENGTH = 4, 8, 2
 NUM_GROUPS = 2 if compat.has_gradient_group() else 1
 

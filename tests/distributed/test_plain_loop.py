@@ -1,15 +1,12 @@
 """The recipe against a plain PyTorch training loop, which shares only the model and the data."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.plain_loop import plain_loop
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import MODELS, tiny, train
-
-Ranks = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize(("model", "processes"), [("gpt", 1), ("llama", 2)])

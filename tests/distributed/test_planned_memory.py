@@ -3,7 +3,6 @@
 import gc
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
 from tests.balanced_experts import balance_experts
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import Batch
@@ -32,8 +31,6 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.simulate import simulate
 from titanlike.tools.planning.storage_tracker import StorageTracker
-
-Ranks = Callable[[int], Pool]
 
 MARKER = 12345  # bytes, a size that no other tensor has
 STEPS = 3  # that are measured

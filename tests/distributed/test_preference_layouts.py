@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
 from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.preferences import preference_recipe
 from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import Result
-
-Ranks = Callable[[int], Pool]
 
 MODELS: dict[str, Any] = {
     "llama": LLAMA,

@@ -1,6 +1,5 @@
 """FSDP gathers the weights of a unit while the unit before it computes, in the forward and in the backward pass."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity import FULL, SELECTIVE
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
 from titanlike.parallelisms.pipeline import Pipeline
-
-Ranks = Callable[[int], Pool]
 
 
 class Gathers(TorchDispatchMode):

@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -15,7 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoints import assert_equal_state
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import build, tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.loader import read_whole
@@ -25,8 +24,6 @@ from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.distributed import process_group
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.dtensor import local_tensor
-
-Ranks = Callable[[int], Pool]
 
 
 class CountingFileSystem(LocalFileSystem):

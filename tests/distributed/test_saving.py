@@ -3,7 +3,7 @@
 import errno
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoints import metadata, small_model
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import build, tiny
 from titanlike.checkpoint import CheckpointManager
 from titanlike.checkpoint.files import LocalFile
@@ -26,8 +26,6 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.rng import seed_generators
-
-Ranks = Callable[[int], Pool]
 
 
 @contextmanager

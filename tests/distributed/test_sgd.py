@@ -1,6 +1,5 @@
 """With SGD, which does not normalize gradients as Adam does, weights agree under any layout as closely as gradients."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,11 @@ import pytest
 import torch
 
 from recipes import pretrain
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import MODELS, result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import differences
-
-Ranks = Callable[[int], Pool]
 
 
 def train_with_sgd(recipe: PretrainRecipe) -> None:

@@ -1,7 +1,7 @@
 """A non-finite step on one rank is skipped on all ranks, and training continues as if the step had not been taken."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from recipes import pretrain
 from tests.checkpoints import assert_equal_state
 from tests.launching import records
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GPT_, result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.dtensor import local_tensor
 
-Ranks = Callable[[int], Pool]
 LOSS, GRADIENT = "loss", "gradient"
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.launching import ROOT
 from tests.parity import FAST
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import full_tensor, mesh_of
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
@@ -28,8 +28,6 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.tensor import STYLES, apply_tensor
-
-Ranks = Callable[[int], Pool]
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

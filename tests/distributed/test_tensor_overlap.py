@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import GPT_, LLAMA, Operations, mesh_of
 from titanlike.config.sections import Float8
 from titanlike.distributed import autograd_collectives as collectives
@@ -32,7 +32,6 @@ from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.parallelisms.tensor_overlap import overlap_tensor
 from titanlike.utils import compat
 
-Ranks = Callable[[int], Pool]
 TENSOR, LENGTH = 2, 32
 
 

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA
 from titanlike.config.sections import Data, Evaluation, Sample, Training
 from titanlike.config.sections import Tokenizer as Section
@@ -24,7 +24,6 @@ from titanlike.data.tokens import cache
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 
-Ranks = Callable[[int], Pool]
 TIMEOUT = 2.0  # seconds, of collectives
 
 

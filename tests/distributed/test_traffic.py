@@ -1,7 +1,6 @@
 """The calls and bytes of every collective of a step, by kind and mesh axis: those that the planner computes are those counted."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from tests.parity import CASES, MUON_ATTENTION
 from tests.parity import Case as ParityCase
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.traffic import count, planned
 from tests.training import (
     BERT,
@@ -31,8 +30,6 @@ from tests.training import (
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.sections import Parallelism
 from titanlike.tools.planning.job import Job
-
-Ranks = Callable[[int], Pool]
 
 
 def assert_planned(ranks: Ranks, folder: Path, model: Any, layout: dict[str, Any], **sections: Any) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA, MODELS, assert_same, build, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
@@ -21,8 +20,6 @@ from titanlike.parallelisms.activation_checkpoint import apply_activation_checkp
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.run import loop
 from titanlike.tools.verify.recipe import Result
-
-Ranks = Callable[[int], Pool]
 
 # Traces and partitions like inductor, without half a minute of code generation.
 FAST = "aot_eager_decomp_partition"

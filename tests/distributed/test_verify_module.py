@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests import silent_bugs
 from tests.launching import ROOT
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.tensor import apply_tensor
@@ -37,7 +36,6 @@ from titanlike.tools.verify.comparison import Record
 from titanlike.tools.verify.module import Report, compare_records, load, verify_file
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 
-Ranks = Callable[[int], Pool]
 MEASURED = json.loads((ROOT / "benchmarks/results/silent_bugs_cpu.json").read_text())
 NUMBER = r"\d\.\d+(e-\d+)?"
 

@@ -1,18 +1,16 @@
 """The z-loss in training: parity with one process, where it is logged, and what excludes it."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity import COMPILED, FLOAT8, tiers
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import LLAMA, assert_same, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 
-Ranks = Callable[[int], Pool]
 Z_LOSS = 0.1
 FOUR = dataclasses.replace(LLAMA, num_layers=4)
 

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.interop.models import LLAMA, export_model, model_of
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import tiny, train
 from titanlike.distributed import launch_config, process_group
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
@@ -22,7 +22,6 @@ from titanlike.run.preflight import check_machine
 from titanlike.tools.cli import main as program
 from titanlike.tools.programs import load_known
 
-Ranks = Callable[[int], Pool]
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
 
 

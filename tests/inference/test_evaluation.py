@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.inference.tasks import CONFIG, ITEMS, TEXTS, evaluator_of, write_files
 from tests.interop.models import MemoryWeights, model_of
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import mesh_of, tiny, train, train_on_rank
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config import UserError
@@ -28,7 +27,6 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.run.preflight import evaluation_files
 from titanlike.tools.inference.load import load_for_evaluation
 
-Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 """Generation: the KV cache, sampling, stop strings, streaming, and parity with transformers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.inference.generation import TextStream, generate
@@ -25,7 +25,6 @@ from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
 from titanlike.tools.inference.kv_cache import CachedAttention, apply_kv_cache
 from titanlike.tools.inference.load import load_for_generation
 
-Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {

@@ -4,13 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.format import ShardRange
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
-from titanlike.interop.weights import Weights
+from titanlike.interop.weights import Weights, load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.bert_config import BertConfig
 from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -133,3 +134,20 @@ def export_model(model: nn.Module, config: TransformerConfig, folder: Path, **op
     """Exports a model with the byte tokenizer."""
     export(MemoryWeights(model, config, Tokenizer()), folder, **options)
     return folder
+
+
+def assert_equal_weights(folder: Path, model: nn.Module, config: TransformerConfig) -> None:
+    """Reads a folder of transformers, which has the weights of a model to the bit."""
+    weights = open_weights(folder)
+    assert weights.config == config
+    again = build_model(config)
+    load_weights(again, weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def changed_tensors(folder: Path, change: Any) -> None:
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})

@@ -4,19 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM
 from transformers.utils import logging
 
-from tests.interop.models import ENCODERS, export_model, model_of
+from tests.interop.models import ENCODERS, assert_equal_weights, changed_tensors, export_model, model_of
 from titanlike.config import UserError
-from titanlike.interop.weights import load_weights, open_weights
+from titanlike.interop.weights import open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.bert_config import BertConfig
 from titanlike.models.loss import IGNORE
 from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.registry import build_model
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -49,14 +47,8 @@ def test_logits_and_gradients_equal_those_of_transformers(config: TransformerCon
     # Rotary angles are in float32 in both: in float64, ModernBERT still differs by 4e-6.
     assert difference(model, reference, config) < 2e-5
     assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
-    # What transformers writes is read back to the bit.
     reference.save_pretrained(tmp_path / "saved")
-    weights = open_weights(tmp_path / "saved")
-    assert weights.config == config
-    again = build_model(config)
-    load_weights(again, weights)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert_equal_weights(tmp_path / "saved", model, config)
     tokens = tokens_of(config)
     labels = tokens.flip(1).where(torch.arange(tokens.shape[1]) % 7 == 0, IGNORE)
     loss = model(tokens, labels=labels) / (labels != IGNORE).sum()
@@ -93,13 +85,6 @@ def test_published_sizes(kind: Any, size: str, parameters: int) -> None:
     assert kind.from_hugging_face(config.to_hugging_face()) == config
 
 
-def changed_tensors(folder: Path, change: Any) -> None:
-    [file] = folder.glob("*.safetensors")
-    tensors = safetensors.torch.load_file(file)
-    change(tensors)
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
-
-
 def test_a_published_folder_of_bert(tmp_path: Path) -> None:
     """It has the names of the first version, the pooler, the head of the next sentence, and a copy of the tied decoder."""
     config = ENCODERS["BERT"]
@@ -117,15 +102,9 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
     changed_tensors(folder, as_published)
     [file] = folder.glob("*.safetensors")
     file.rename(folder / "model.safetensors")
-    again = build_model(config)
-    load_weights(again, open_weights(folder))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert_equal_weights(folder, model, config)
     # A decoder that is not tied would be another model.
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    tensors["cls.predictions.decoder.weight"][3, 5] += 1.0
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    changed_tensors(folder, lambda tensors: tensors["cls.predictions.decoder.weight"][3, 5].add_(1.0))
     with pytest.raises(
         UserError, match=r"but cls\.predictions\.decoder\.weight differs from bert\.embeddings\.word_emb"
     ):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.interop.models import CONFIGS, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
@@ -35,7 +34,6 @@ from titanlike.run.preflight import check_recipe
 from titanlike.tools.adapter import export_adapter
 from titanlike.utils.dtensor import local_tensor
 
-Ranks = Callable[[int], Pool]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
 SEQ_LEN = 128

@@ -1,7 +1,6 @@
 """Runs that start from weights, under any layout, and runs that end with an export."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import tiny, train, train_on_rank
 from titanlike.config import UserError
 from titanlike.config.dpo import DpoRecipe, PreferenceData
@@ -21,7 +20,6 @@ from titanlike.run.precomputation import version_of_weights
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import run_metadata
 
-Ranks = Callable[[int], Pool]
 LAYOUTS = {
     "TP-FSDP": (4, Parallelism(tensor=2)),
     "PP": (2, Parallelism(pipeline=2)),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.preferences import preference_recipe, write_pairs
 from tests.training import full_tensor, mesh_of, train
 from titanlike.config.dpo import DpoRecipe
@@ -31,7 +30,6 @@ from titanlike.optim.clipping import gradient_norms
 from titanlike.parallelize import parallelize
 from titanlike.run import preferences
 
-Ranks = Callable[[int], Pool]
 Pair = tuple[list[tuple[list[int], list[int]]], int]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 

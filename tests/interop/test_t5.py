@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from tests.interop.models import T5, MemoryWeights, export_model, model_of
+from tests.interop.models import T5, MemoryWeights, assert_equal_weights, changed_tensors, export_model, model_of
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
 from titanlike.distributed import launch_config
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.loss import IGNORE
-from titanlike.models.registry import build_model
 from titanlike.models.t5_config import T5_SIZES, T5Config
 from titanlike.tools.cli import main as program
 
@@ -64,14 +61,8 @@ def test_logits_and_gradients_equal_those_of_transformers(tmp_path: Path) -> Non
     reference = load(export_model(model, config, tmp_path / "hf"))
     assert difference(model, reference, config) < 1e-5
     assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
-    # What transformers writes is read back to the bit.
     reference.save_pretrained(tmp_path / "saved")
-    weights = open_weights(tmp_path / "saved")
-    assert weights.config == config
-    again = build_model(config)
-    load_weights(again, weights)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert_equal_weights(tmp_path / "saved", model, config)
     tokens = tokens_of(config)
     labels = tokens["decoder_tokens"].flip(1).where(torch.arange(90) % 7 > 0, IGNORE)
     loss = model(**tokens, labels=labels) / (labels != IGNORE).sum()
@@ -111,13 +102,6 @@ def test_published_sizes(size: Any, parameters: int) -> None:
     assert T5Config.from_hugging_face(config.to_hugging_face()) == config
 
 
-def changed_tensors(folder: Path, change: Any) -> None:
-    [file] = folder.glob("*.safetensors")
-    tensors = safetensors.torch.load_file(file)
-    change(tensors)
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -144,10 +128,7 @@ def test_a_published_folder_has_other_names_of_the_embedding(tmp_path: Path) -> 
     (folder / "model.safetensors.index.json").unlink()
     [file] = folder.glob("*.safetensors")
     file.rename(folder / "model.safetensors")
-    again = build_model(T5)
-    load_weights(again, open_weights(folder))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert_equal_weights(folder, model, T5)
 
 
 @torch.no_grad()

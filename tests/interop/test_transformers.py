@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, __vers
 from transformers.utils import logging
 
 from tests.interop import models
-from tests.interop.models import GPT_OSS, LLAMA, export_model, model_of
+from tests.interop.models import GPT_OSS, LLAMA, assert_equal_weights, export_model, model_of
 from titanlike.checkpoint.format import ShardRange
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer
@@ -81,14 +81,8 @@ def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path:
     assert sum(value.numel() for value in reference.state_dict().values()) == config.num_parameters() + tied_elements(
         config
     )
-    # What transformers writes is read back to the bit.
     reference.save_pretrained(tmp_path / "saved")
-    weights = open_weights(tmp_path / "saved")
-    assert weights.config == config
-    again = build_model(config)
-    load_weights(again, weights)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert_equal_weights(tmp_path / "saved", model, config)
 
 
 @pytest.mark.parametrize("size", ["20B", "120B"])

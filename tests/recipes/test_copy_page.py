@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 
 from tests.launching import ROOT
 from tests.plain_loop import plain_loop
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.programs import blocks, edited
 from tests.training import mesh_of, result, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.distributed.watchdog import Watchdog
 
-Ranks = Callable[[int], Pool]
 SECTION, NOISE, LOSS, CONFIG = blocks(ROOT / "docs/copy.md", "python")
 
 

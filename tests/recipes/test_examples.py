@@ -16,9 +16,7 @@ import pytest
 import qk_norm
 
 from tests.launching import ROOT, environment, free_port, python
-from tests.pool import Pool
-
-Ranks = Callable[[int], Pool]
+from tests.pool import Ranks
 
 
 @pytest.mark.parametrize(

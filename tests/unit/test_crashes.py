@@ -5,16 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.crashes import Crash
 from tests.forkserver import ROOT, Forked
-from tests.pool import Pool
-
-Ranks = Callable[[int], Pool]
+from tests.pool import Ranks
 
 
 def _die_of(number: int) -> None:

@@ -3,19 +3,17 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.traffic import Traffic
 from tests.training import mesh_of
 from titanlike.distributed.graceful_shutdown import SIGNALS, GracefulShutdown
 from titanlike.utils.live_line import LiveLine
-
-Ranks = Callable[[int], Pool]
 
 
 @pytest.fixture
