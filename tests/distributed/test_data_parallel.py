@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from tests.parity import COMPILED
 from tests.pool import Ranks
 from tests.training import MODELS, assert_same, full_tensor, mesh_of, tiny, train
 from titanlike.config.sections import Parallelism
-from titanlike.parallelisms.fsdp import accumulate_gradients, apply_fsdp
+from titanlike.parallelisms.fsdp import _placement, accumulate_gradients, apply_fsdp
 from titanlike.tools.verify.recipe import Result
 
 
@@ -104,6 +105,12 @@ def test_gradients_of_a_step_do_not_depend_on_the_step_before(
 ) -> None:
     for largest, error in ranks(replicate * shard).run(_gradients_after, interruption, replicate, shard, gradient_sync):
         assert error < 1e-5 * largest
+
+
+def test_rows_of_stacks_are_sharded_where_their_matrices_are_too_few() -> None:
+    """As Muon, which takes whole matrices of a stack, needs it."""
+    for shape, expected in {(4, 8, 2): None, (3, 8, 2): Shard(1), (3, 6, 2): None, (3, 8): None}.items():
+        assert _placement(nn.Parameter(torch.empty(shape, device="meta")), num_shards=4) == expected
 
 
 SYNCED: dict[str, dict[str, Any]] = {

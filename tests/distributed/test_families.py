@@ -5,29 +5,42 @@ Gemma has post-norms, soft caps of scores and logits, and sliding windows, which
 have bidirectional attention, a head with a transform and a bias, and masked tokens; ModernBERT has windows on both sides.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
 from tests.pool import Ranks
 from tests.training import (
     BERT,
+    DEEPSEEK_V3,
     GEMMA2,
     GEMMA3,
+    GPT_,
+    GPT_OSS,
     MODERNBERT,
     QWEN2,
     QWEN3,
+    SHARED_EXPERTS,
     assert_same,
     baselines,
+    full_tensor,
+    mesh_of,
     tiny,
     train,
     world_size,
 )
 from titanlike.config.sections import Parallelism
+from titanlike.models.init import initialize
+from titanlike.models.layers import set_loss
+from titanlike.models.loss import HeadLoss
+from titanlike.models.registry import build_model
+from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.tools.verify.recipe import Result
 
 DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}
@@ -99,6 +112,32 @@ def test_layout_matches_one_process(
     own = [value for name, value in found.state["model"].items() if name.endswith(names)]
     assert len(own) == len(names) * (model.num_layers if model.causal else 1)
     assert {bool(value.std() > 0) for value in own} == {"lora" not in sections}
+
+
+@pytest.mark.parametrize(
+    "config", (GPT_, QWEN3, BERT, SHARED_EXPERTS, DEEPSEEK_V3, GPT_OSS), ids=lambda config: config.name
+)
+def test_gradients_of_tensor_parallelism_without_sequence_parallelism(ranks: Ranks, config: Any) -> None:
+    for errors in ranks(2).run(_errors_without_sequence_parallelism, config):
+        assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
+def _errors_without_sequence_parallelism(config: Any) -> dict[str, float]:
+    """Returns the errors of the gradients of a step, relative to the largest one of the parameter."""
+    model: Any = build_model(config)
+    initialize(model, torch.device("cpu"), 0)
+    reference, mesh = copy.deepcopy(model), mesh_of("cpu", tensor=2).tensor
+    apply_tensor(model, model.tensor_plan, mesh, blocks=model.layers, sequence_parallel=False)
+    set_loss(model, HeadLoss(vocab_group=mesh.get_group()))
+    tokens = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(0))
+    for one in (model, reference):
+        one(tokens, labels=tokens.roll(-1, 1)).backward()
+    errors = {}
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            error = (full_tensor(model.get_parameter(name).grad) - parameter.grad).abs().max()
+            errors[name] = (error / parameter.grad.abs().max().clamp(min=1e-3)).item()
+    return errors
 
 
 @pytest.mark.slow

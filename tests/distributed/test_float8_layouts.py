@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
+from tests.interop.models import MemoryWeights, model_of
 from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
 from tests.pool import Ranks
 from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, build, full_tensor, tiny, train
@@ -23,6 +24,7 @@ from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import matmul_of
+from titanlike.interop.weights import load_weights
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.logits_loss import cross_entropy_sum
@@ -108,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "TP-head": (dict(tensor=2), FLOAT8 | dict(head=True), {}),
 }
 # Cases of the default and the slow tests, in which other models have some, too.
-QUICK = {("llama", name) for name in ("one-gathered", "FSDP-gathered", "TP", "CP")}
+QUICK = {("llama", name) for name in ("one-gathered", "FSDP-gathered", "TP", "TP-some", "CP")}
 SLOW = (
     "FSDP-uneven", "FSDP-rows", "TP-head", "TP-mx", "TP-FSDP-compiled", "TP-FSDP-full", "CP-TP-gathered",
 )  # fmt: skip
@@ -287,7 +289,7 @@ def test_all_blocks_share_one_compiled_graph(
 
 
 def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
-    """Returns the largest relative error of the scales in use, initially, after each step, and after a load."""
+    """Returns the largest relative error of the scales in use, initially, after each step, and after loads."""
     model, _ = build(recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     tokens = torch.zeros(2, 32, dtype=torch.long)
@@ -316,6 +318,8 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
         results.append(worst())
     state = get_model_state_dict(model)
     set_model_state_dict(model, {name: value * 2.0 for name, value in state.items()})
+    results.append(worst())
+    load_weights(model, MemoryWeights(model_of(recipe.model), recipe.model, recipe.tokenizer))
     return [*results, worst()]
 
 
@@ -334,4 +338,4 @@ def test_scales_are_never_stale(
     layout = layout | dict(reshard_after_forward="always")
     recipe = recipe_for(tmp_path, "a", layout, float8, optimizer=dict(lr=0.3, state_dtype=state))
     for found in ranks(processes).run(_scales_after_steps, recipe):
-        assert len(found) == 4 and max(found) < 1e-6, found
+        assert len(found) == 5 and max(found) < 1e-6, found

@@ -161,6 +161,20 @@ def test_a_stage_without_matrices_takes_part_in_the_group_of_muon(
     assert created == [([[0, 1, 2, 3]], 7), ([[4, 5, 6, 7]], 0)]
 
 
+def _largest_logit(recipe: PretrainRecipe) -> float:
+    model, _ = build(recipe)
+    optimizer: Any = build_optimizer(model, recipe.optimizer)
+    tokens = torch.arange(32)[None]
+    model(tokens=tokens, labels=tokens).backward()
+    optimizer.step()
+    return float(optimizer.metrics["max_attention_logit"])
+
+
+def test_the_largest_attention_logit_is_that_of_all_heads(ranks: Ranks, tmp_path: Path) -> None:
+    one, two = (recipe_of(tmp_path, dict(tensor=size), optimizer=dict(muon_qk_clip=0.02)) for size in (1, 2))
+    assert ranks(2).run(_largest_logit, two) == [pytest.approx(ranks(1).run(_largest_logit, one)[0])] * 2
+
+
 def test_a_stage_without_matrices_clips_its_attention_logits(ranks: Ranks, tmp_path: Path) -> None:
     one, two = (
         tiny(tmp_path, str(size), model=MODEL, parallelism=Parallelism(pipeline=size), optimizer=FIRST_BLOCK)

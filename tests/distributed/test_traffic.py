@@ -43,7 +43,7 @@ def assert_planned(ranks: Ranks, folder: Path, model: Any, layout: dict[str, Any
         assert found == planned(job, pipeline_rank), f"rank {rank}"
 
 
-QUICK = ("TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
+QUICK = ("HSDP", "TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
 
 
 def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:

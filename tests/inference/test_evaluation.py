@@ -5,7 +5,9 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Training
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.inference import generation
+from titanlike.inference.evaluator import Evaluator
+from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task
 from titanlike.models.registry import build_model
@@ -77,6 +82,23 @@ def test_scores_equal_log_softmax(alone: None) -> None:
         best = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
     [(_, is_greedy)] = scorer([([1, 2, 3], [int(best)])])
     assert is_greedy
+    assert [scorer._padded_length(length) for length in (1, 32, 33, 65, 97)] == [32, 32, 64, 96, 97]
+
+
+@pytest.mark.parametrize("is_answer", [False, True])
+def test_a_sample_is_generated_as_the_section_says(
+    is_answer: bool, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generated = Mock(return_value=["c"])
+    monkeypatch.setattr(generation, "generate", generated)
+    template: Any = SimpleNamespace(opening=lambda chat: [len(chat), 4], end_of_turn=lambda: 7) if is_answer else None
+    sample, tokenizer = Sample(tokens=9, prompt="ab", temperature=0.7), build_tokenizer(TokenizerSection())
+    evaluator = Evaluator(Evaluation(), sample, Data(), Training(seq_len=50), CONFIG, tokenizer, 3, template)
+    text = evaluator.sample_text(model_of(CONFIG), build_mesh("cpu"))
+    assert text == ("user: ab\nassistant: c" if is_answer else "abc")
+    [_, prompts, _, sampling], options = generated.call_args
+    assert (prompts, sampling) == ([[1, 4] if is_answer else [*b"ab"]], Sampling(0.7))
+    assert options == dict(max_new_tokens=9, seed=3, stop_tokens=frozenset([7] if is_answer else []))
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -141,9 +163,9 @@ def _evaluated(section: Evaluation, layout: Parallelism) -> dict[str, dict[str, 
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP-FSDP": dict(tensor=2),
-    "PP-TP": dict(pipeline=2, tensor=2),
     "CP-FSDP": dict(context=2),
+    "PP-TP": dict(pipeline=2, tensor=2),
+    "TP-FSDP": dict(tensor=2),
     "FSDP": {},
     "HSDP": dict(replicate=2),
 }

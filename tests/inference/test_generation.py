@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
@@ -320,3 +321,14 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
         UserError, match=r"prompt 2 has 8 tokens, but the context of the model is 8 .* to 7 tokens or less"
     ):
         check_prompts([[1], [1] * 8], 8)
+
+
+def _text_if_ranks_disagree() -> list[str]:
+    def next_logits(sequences: Sequence[Sequence[int]]) -> Tensor:
+        return torch.eye(257)[[ord("a") + dist.get_rank()] * len(sequences)]
+
+    return generate(next_logits, [[1]], byte_tokenizer(), Sampling(), max_new_tokens=3, seed=0)
+
+
+def test_all_ranks_continue_with_the_tokens_of_rank_0_if_they_disagree(ranks: Ranks) -> None:
+    assert ranks(2).run(_text_if_ranks_disagree) == [["aaa"]] * 2

@@ -28,8 +28,8 @@ from titanlike.models.t5_config import T5Config
 
 SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
 GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)
-# The window is shorter than the sequences, and the caps bound the scores and the logits.
-GEMMA: dict[str, Any] = GROUPED | dict(head_dim=24, query_scalar=20.0, sliding_window=40)
+# The window is shorter than the sequences, and the caps bound the scores and the logits. bfloat16 rounds the root of the dimension.
+GEMMA: dict[str, Any] = GROUPED | dict(dim=72, head_dim=24, query_scalar=20.0, sliding_window=40)
 LLAMA = LlamaConfig(**GROUPED | dict(num_heads=8))
 QWEN3_MOE = Qwen3MoeConfig(**GROUPED | dict(head_dim=24, ffn_dim=40, num_experts=6, experts_per_token=3))
 # Groups of experts limit the selection, and YaRN scales some frequencies, keeps some, and interpolates between.

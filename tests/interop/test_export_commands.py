@@ -1,11 +1,13 @@
 """`titanlike export` and `titanlike import` as a user calls them."""
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.interop.models import LLAMA, export_model, model_of
+from tests.interop.models import ENCODERS, LLAMA, T5, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
 from titanlike.config import PretrainRecipe, load
 from titanlike.interop.hf_folder import fields_of
@@ -47,6 +49,19 @@ def test_export_and_import(runs: Path, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     imported = load_known(tmp_path / "next.toml", options)
     assert imported.optimizer.lr == 1e-5 and imported.schedule.decay == "cosine"
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [(LLAMA, "text-generation"), (ENCODERS["BERT"], "fill-mask"), (T5, "text2text-generation")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_folder_says_its_task_and_its_size(config: Any, task: str, tmp_path: Path) -> None:
+    folder = export_model(model_of(config), config, tmp_path / "hf")
+    card = (folder / "README.md").read_text()
+    assert f"pipeline_tag: {task}\n" in card and ("2SeqLM" in card) == config.is_encoder_decoder
+    sizes = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
+    assert sizes == {"total_size": 4 * config.num_parameters(), "total_parameters": config.num_parameters()}
 
 
 def test_a_config_has_the_name_of_its_published_size() -> None:

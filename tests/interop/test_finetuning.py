@@ -154,6 +154,10 @@ def test_frozen_weights_in_the_compute_dtype_give_equal_results(ranks: Ranks, tm
     assert set(expected["dtypes"].values()) == {torch.float32}
     assert found["gradients"].keys() == trained
     assert torch.equal(found["loss"], expected["loss"])
+    # Of float8 all-gather, which casts frozen weights from the precision of the master weights.
+    float8 = Float8(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True)
+    gathered = ranks(world_size).run(_lora_step, dataclasses.replace(section, float8=float8), "compute")[0]
+    assert set(gathered["dtypes"].values()) == {torch.float32}
     for name, gradient in found["gradients"].items():
         assert torch.equal(gradient, expected["gradients"][name]), name
 
@@ -237,6 +241,11 @@ def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: A
     load_weights(again, weights)
     with torch.no_grad():
         torch.testing.assert_close(again(tokens=tokens), expected, rtol=1e-4, atol=1e-4)
+    # And under a layout with shards of rows and of columns.
+    sharded = tiny(tmp_path, "", model=config, parallelism=Parallelism(tensor=2))
+    for loaded in ranks(4).run(_loaded, sharded, tmp_path / "run"):
+        for name, value in again.named_parameters():
+            torch.testing.assert_close(loaded[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
     export_adapter(weights, tmp_path / "adapter")
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -252,6 +261,12 @@ def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: A
         assert (adapted(tokens).logits - expected).abs().max() / expected.abs().max() < 1e-5
     with pytest.raises(UserError, match=r"adapter exists; choose another folder"):
         export_adapter(weights, tmp_path / "adapter")
+
+
+def _loaded(section: Any, path: Path) -> dict[str, torch.Tensor]:
+    model, _ = build(section)
+    load_weights(model, open_weights(path))
+    return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path: Path) -> None:
@@ -278,6 +293,7 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
     assert written == source | {"eos_token_id": [0, end_of_document, end_of_turn]}
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, written["eos_token_id"])
+    assert config["dtype"] == config["torch_dtype"] == "float32"
     assert "bos_token" not in json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
     # A model of an export that is exported again has the same files.
     export(open_weights(tmp_path / "hf"), tmp_path / "again")
@@ -295,6 +311,13 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
         words = ("generate", path, "--chat", "--prompt", question["content"], "--temperature=0")
         done = python(tmp_path, "-m", "titanlike.tools.cli.main", *words, variables={"NPROC": "1"})
         assert (done.stdout, done.stderr) == ("yes\n", "")
+    # Without a generation config, that of the next export has what config.json says, where transformers looks next.
+    (tmp_path / "hf/generation_config.json").unlink()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
+    export(open_weights(tmp_path / "hf"), tmp_path / "third")
+    found = json.loads((tmp_path / "third/generation_config.json").read_text())
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    assert found == ids | {"pad_token_id": 3, "do_sample": True}
 
 
 @pytest.mark.slow

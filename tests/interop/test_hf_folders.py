@@ -404,7 +404,8 @@ def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(
     [file] = (tmp_path / "hf").glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
     tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
-    tensors["h.0.attn.bias"] = tensors["wpe.weight"].clone()
+    computed = ("bias", "masked_bias", "rotary_emb.inv_freq")
+    tensors |= {f"h.0.attn.{name}": tensors["wpe.weight"].clone() for name in computed}
     safetensors.torch.save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
     (tmp_path / "hf/model.safetensors.index.json").unlink()
     weights = open_weights(tmp_path / "hf")

@@ -15,6 +15,7 @@ from titanlike.optim.low_precision_adamw import (
     _codebook,
     _dequantize,
     _quantize,
+    _random_bits,
     _update,
 )
 from titanlike.optim.optimizer import build_optimizer
@@ -89,6 +90,28 @@ def test_low_precision_state_is_small_and_trains(
     assert isinstance(optimizer, LowPrecisionAdamW)
     assert state_bytes(optimizer) <= max_bytes
     assert loss < max_loss_ratio * expected
+
+
+@pytest.mark.parametrize(("state", "of_matrix"), [("bfloat16", torch.bfloat16), ("8bit", torch.uint8)])
+def test_dtypes_of_moments(state: Any, of_matrix: torch.dtype) -> None:
+    """Those of vectors, and of matrices without whole blocks, have 8 bits in no mode."""
+    expected = [of_matrix] + [torch.float32 if state == "8bit" else torch.bfloat16] * 2
+    model = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in ((2, 512), (512,), (2, 500))])
+    optimizer = build_optimizer(model, Optimizer(state_dtype=state))
+    sum(parameter.sum() for parameter in model).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert [optimizer.state[parameter]["exp_avg"].dtype for parameter in model] == expected
+
+
+def test_random_bits_of_rounding_are_those_of_the_tied_weight_and_of_no_other() -> None:
+    model: Any = nn.ParameterDict({name: nn.Parameter(torch.ones(64, 64)) for name in ("one", "twin", "other")})
+    model.copies = {"twin": "one"}  # as of a pipeline
+    optimizer: Any = build_optimizer(model, Optimizer(stochastic_rounding=True))
+    seeds = [optimizer.seeds[model[name]] for name in ("one", "twin", "other")]
+    one, twin, other, next_seed = (_random_bits(model["one"], seed, 0, 4096) for seed in (*seeds, seeds[0] + 1))
+    assert torch.equal(one, twin)
+    for bits in (other, next_seed, next_seed.roll(1), next_seed.roll(-1)):
+        assert (one == bits).float().mean() < 0.01
 
 
 def test_chunked_update_matches_one_update(monkeypatch: pytest.MonkeyPatch) -> None:

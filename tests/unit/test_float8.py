@@ -14,7 +14,7 @@ from tests.training import resume
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Float8
-from titanlike.float8.all_gather import wrap_weights
+from titanlike.float8.all_gather import Float8Shard, wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.models.gpt_config import GPTConfig
@@ -230,6 +230,7 @@ def test_linear_matches_manual_rounding(scaling: Any, bias: bool) -> None:
     assert all(p is parameters[name] for name, p in model.named_parameters())
     out = model["wq"](x)
     found = torch.autograd.grad(out, (x, plain.weight), gradient)
+    assert model["wq"](x.bfloat16()).dtype == torch.bfloat16  # parameters in float32 are cast
 
     def relative_error(a: Tensor, b: Tensor) -> float:
         return ((a - b).norm() / b.norm()).item()
@@ -282,6 +283,20 @@ def test_import_prints_nothing() -> None:
     code = "import titanlike.float8.linear, titanlike.float8.mx, titanlike.float8.all_gather"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+def test_operations_of_fsdp_and_of_initialization_keep_the_wrapper() -> None:
+    linear = nn.ModuleDict({"wq": nn.Linear(16, 16)})
+    apply_float8(linear, Float8(scaling="tensorwise", layers=("*",), emulate=True))
+    wrap_weights(linear)
+    assert type(linear.state_dict()["wq.weight"]) is Tensor
+    shard: Any = linear["wq"].weight.detach()  # type: ignore[union-attr]
+    kept = [
+        shard, torch.empty_like(shard), shard.new_zeros(2, 16), shard[1:], shard.copy_(shard), shard.view(-1),
+        shard.as_strided((2, 2), (2, 1)), shard.to(torch.bfloat16), *shard.split(9), shard.clone(),
+    ]  # fmt: skip
+    assert all(isinstance(each, Float8Shard) and each.weight_scale is shard.weight_scale for each in kept)
+    assert type(shard + 1.0) is Tensor
 
 
 def test_a_weight_that_lost_its_wrapper_is_an_error_at_the_first_forward_pass(alone: None) -> None:

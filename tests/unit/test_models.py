@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend
 
 from titanlike.config import UserError
 from titanlike.config.base import section
-from titanlike.models import layers, registry
+from titanlike.config.finetune import Lora
+from titanlike.models import layers, loss, registry
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.deepseek_config import (
@@ -23,13 +24,16 @@ from titanlike.models.deepseek_config import (
     DeepseekV2Config,
     DeepseekV3Config,
 )
+from titanlike.models.dropout import Dropout
+from titanlike.models.experts import Router
 from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Config, Gemma3Config, GemmaConfig
 from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.init import initialize
-from titanlike.models.layers import TiedLMHead
-from titanlike.models.llama import Llama, rotary_angles
+from titanlike.models.layers import TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.llama import Llama, apply_rope, rotary_angles
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.lora import apply_lora
 from titanlike.models.modernbert_config import MODERNBERT_SIZES, ModernBertConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
@@ -175,6 +179,46 @@ def test_attention_is_causal(config: TransformerConfig) -> None:
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+@pytest.mark.parametrize("config", [TINY_GPT, TINY_BERT], ids=lambda config: config.name)
+def test_each_dropout_is_at_a_site_of_its_own(config: Any) -> None:
+    """Two of one site would drop the same elements."""
+    model, sites = build(dataclasses.replace(config, dropout=0.5)), []
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(lambda module, inputs, out: sites.append((module.site, (out == 0).any())))
+    model(torch.zeros(1, 12, dtype=torch.long), dropout_bits=torch.arange(12)[None] << 20)
+    assert sites == [(site, True) for site in range(1 + 2 * config.num_layers)]
+
+
+def filled(module: Any) -> Any:
+    """Returns a module with small weights that bfloat16 represents."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.linspace(-1e-3, 1e-3, parameter.numel()).bfloat16().view(parameter.shape))
+    return module
+
+
+LABELS = torch.arange(16)
+IN_FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
+    "1 + weight": filled(UnitOffsetRMSNorm(32)),
+    "rotary embeddings": lambda x: apply_rope(
+        x.view(2, 4, 8, 8), rotary_angles(TINY_LLAMA, torch.arange(100, 108)[None]), 0.7
+    ),
+    "soft cap": lambda x: loss.soft_capped(x, 3.0),
+    "logits of experts": lambda x: filled(Router(dataclasses.replace(TINY_QWEN3_MOE, router_scale=2.4)))(x).weights,
+    "selected experts": lambda x: filled(Router(TINY_DEEPSEEK_V3))(x).indices,
+    "loss": lambda x: loss.token_losses_inplace(x.flatten(0, 1).clone(), LABELS, None, 0.1, 3.0)[0],
+    "scaled gradient": lambda x: loss.scaled(x.flatten(0, 1), torch.tensor(1 / 3), x.dtype),
+}
+
+
+@pytest.mark.parametrize("function", IN_FLOAT32)
+def test_bfloat16_is_computed_in_float32_and_rounded_once(function: str) -> None:
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, expected = (IN_FLOAT32[function](each) for each in (x, x.float()))
+    assert torch.equal(found, expected.to(found.dtype))
 
 
 def test_rope_scaling_keeps_high_and_divides_low_frequencies() -> None:
@@ -373,9 +417,9 @@ def test_initialization_depends_on_seed_and_name_only(config: TransformerConfig)
     with torch.device("meta"):
         part = build_model(config)
     del part.layers["0"], part.tok_embeddings  # type: ignore[union-attr]
-    initialize(part, torch.device("cpu"), 0)
+    initialize(part.bfloat16(), torch.device("cpu"), 0)  # rounded, and not other numbers
     for name, value in part.named_parameters():
-        assert torch.equal(value, full[name]), name
+        assert torch.equal(value, full[name].bfloat16()), name
     other = dict(build(config, seed=1).named_parameters())
     assert not torch.equal(full["tok_embeddings.weight"], other["tok_embeddings.weight"])
     assert not torch.equal(full["layers.0.attention.wo.weight"], full["layers.1.attention.wo.weight"])
@@ -394,6 +438,20 @@ def test_initialization_has_the_documented_standard_deviation(config: Transforme
             residual = name.endswith((".wo.weight", ".w2.weight", ".w2")) and config.name != "bert"  # post-norm
             expected = 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
             assert value.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_lora_starts_with_the_distribution_of_peft() -> None:
+    """Its `kaiming_uniform_(A, a=sqrt(5))` is uniform up to the inverse root of the number of inputs."""
+    model: Any = build_model(TINY_LLAMA)
+    apply_lora(model, model.layers, Lora(rank=16))
+    initialize(model, torch.device("cpu"), 0)
+    for name, value in model.state_dict().items():
+        if name.endswith("lora_A"):
+            assert [value.min(), value.max()] == [
+                pytest.approx(sign * value.shape[1] ** -0.5, rel=0.05) for sign in (-1, 1)
+            ]
+            assert value.std() == pytest.approx((3 * value.shape[1]) ** -0.5, rel=0.1)
+        assert not name.endswith("lora_B") or not value.any()
 
 
 def test_an_uninitialized_parameter_is_detected() -> None:

@@ -30,7 +30,7 @@ MUON = OptimizerGroup(pattern="layers", optimizer="muon")
 @pytest.mark.parametrize(("scaling", "name"), [("rms", "match_rms_adamw"), ("spectral", "original")])
 def test_updates_are_those_of_torch(scaling: str, name: str) -> None:
     torch.manual_seed(0)
-    shapes = [(24, 40), (40, 24), (16, 16)]
+    shapes = [(24, 40), (40, 24), (16, 16), (8, 40)]
     found, expected = ([nn.Parameter(torch.full(shape, 0.5)) for shape in shapes] for _ in range(2))
     optimizer = Muon(found, lr=0.02, weight_decay=0.1, lr_scaling=scaling, dtype=torch.bfloat16)  # type: ignore[arg-type]
     reference = torch.optim.Muon(expected, lr=0.02, weight_decay=0.1, adjust_lr_fn=name)
@@ -42,6 +42,28 @@ def test_updates_are_those_of_torch(scaling: str, name: str) -> None:
         reference.step()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_stack_is_updated_as_its_matrices() -> None:
+    stack = nn.Parameter(torch.zeros(2, 8, 12))
+    matrices = [nn.Parameter(torch.zeros(8, 12)) for _ in stack]
+    optimizer = Muon([stack, *matrices], lr=0.1, num_steps=2)
+    stack.grad = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    for matrix, gradient in zip(matrices, stack.grad, strict=True):
+        matrix.grad = gradient.clone()
+    optimizer.step()
+    torch.testing.assert_close(stack.data, torch.stack([matrix.data for matrix in matrices]))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_all_optimizers_are_reset(set_to_none: bool) -> None:
+    model = build_model(MODEL)
+    optimizer = build_optimizer(model, Optimizer(groups=(MUON,)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.zero_grad(set_to_none)
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none else parameter.grad is not None and not parameter.grad.any()
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one() -> None:

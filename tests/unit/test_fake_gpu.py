@@ -1,0 +1,86 @@
+"""What runs on a GPU, seen without one: fake tensors take its branches. `tests/gpu` has their numerics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.training import Operations
+from titanlike.models import loss
+from titanlike.models.bert_config import BertConfig
+from titanlike.models.document_mask import DocumentMask
+from titanlike.models.experts import _Float32Linear
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.modernbert_config import ModernBertConfig
+from titanlike.models.registry import build_model
+from titanlike.models.t5_config import T5Config
+from titanlike.optim.muon import Muon
+from titanlike.parallelisms.context import prefix_attention
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+# What is called, and how often some operators run.
+CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
+    "logits of experts": (lambda: _Float32Linear.apply(tensor(8, 16), tensor(4, 16)), {"mm": 1, "_to_copy": 0}),
+    # A scale without a dimension would be rounded to the dtype of the gradient.
+    "scaled gradient": (
+        lambda: loss.scaled(tensor(8, 16), tensor(dtype=FULL), HALF), {"unsqueeze": 1, "mul": 1, "_to_copy": 0}
+    ),
+    "gradient of the head": (
+        lambda: loss.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16)), {"addmm": 1, "mm": 0}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_products_in_bfloat16_are_summed_in_float32_by_one_kernel(name: str) -> None:
+    call, expected = CALLS[name]
+    with FakeTensorMode(), Operations() as operations:
+        call()
+    assert {operator: operations.counts[operator] for operator in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "kind", [LlamaConfig, GPTConfig, BertConfig, ModernBertConfig, T5Config], ids=lambda kind: kind.name
+)
+def test_documents_have_block_masks_unless_dense_ones_are_asked_for(kind: Any) -> None:
+    with torch.device("meta"):
+        masks: list[Any] = [module for module in build_model(kind()).modules() if isinstance(module, DocumentMask)]
+    is_flex = kind is not T5Config  # which adds biases to its masks
+    with FakeTensorMode():
+        ids = torch.zeros(1, 256, device="cuda", dtype=torch.long)
+        assert {isinstance(mask(ids, ids), BlockMask) for mask in masks} == {is_flex}
+        for mask in masks:
+            mask.use_dense_masks()
+        assert not any(isinstance(mask(ids, ids), BlockMask) for mask in masks)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "is_flash"),
+    [(64, HALF, True), (256, HALF, True), (264, HALF, False), (60, HALF, False), (64, FULL, False)],
+)
+def test_context_parallelism_uses_flash_attention_where_it_can(
+    head_dim: int, dtype: torch.dtype, is_flash: bool
+) -> None:
+    with FakeTensorMode(), Operations() as operations:
+        q, v = tensor(1, 2, 32, head_dim, dtype=dtype), tensor(1, 2, 64, 48, dtype=dtype)
+        out = prefix_attention(q, tensor(1, 2, 64, head_dim, dtype=dtype), v)
+    assert out.shape == (1, 2, 32, 48)
+    assert operations.counts["_scaled_dot_product_flash_attention"] == is_flash
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", HALF), ("cpu", FULL)])
+def test_muon_orthogonalizes_in_bfloat16_on_gpus(device: str, dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.empty(8, 8, device=device))
+        parameter.grad = torch.empty_like(parameter)
+        assert Muon([parameter], lr=0.1)._direction(parameter).dtype == dtype
