@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import crashes
+from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.pool import Pool
 from titanlike.data.tokens import datasets
