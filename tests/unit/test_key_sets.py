@@ -24,6 +24,7 @@ from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.hf_folder import config_problems
 from titanlike.models.configs import all_configs
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.run import changes, likeliest_tokens, reference
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.tools.programs import recipe_types
@@ -174,37 +175,47 @@ SEQUENCES = {"training.seq_len", "data.long_chats", "run.seed"}  # the seed is t
 @pytest.mark.parametrize(
     ("recipe", "file_of", "expected"),
     [
-        (DpoRecipe(), reference._cache_file, PRECISION | SEQUENCES | {"checkpoint.initial"}),
+        (
+            DpoRecipe(), reference._cache_file,
+            {"checkpoint.initial", "model", "fingerprint", "first_pair", "held_out", "holdout_every"},
+        ),
         (
             DistillRecipe(data=ChatData(source="text")),
             lambda recipe, datasets: likeliest_tokens._folder(recipe, datasets, "", recipe.run.seed),
-            PRECISION | SEQUENCES | {
-                "data.holdout_every", "data.validation_path", "data.source", "data.document_masks",
-                "distillation.top_k", "distillation.temperature",
+            {
+                *("data.holdout_every", "data.validation_path", "data.source", "data.document_masks"),
+                *("distillation.top_k", "distillation.temperature", "teacher", "fingerprint", "num_sequences"),
             },
         ),
     ],
     ids=["reference", "teacher"],
 )  # fmt: skip
-def test_what_a_second_model_computes_is_kept_for_the_same_recipe(
+def test_what_a_second_model_computes_is_kept_for_the_same_recipe_and_data(
     recipe: PretrainRecipe, file_of: Callable[..., Path], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "version_of_weights", lambda *of: of)
-    monkeypatch.setattr(likeliest_tokens, "version_of_weights", lambda *of: of)
-    gathers = dataclasses.replace(recipe, float8=dataclasses.replace(recipe.float8, all_gather=True))
-    dataset = dict(fingerprint="a", first_pair=0, held_out=False, holdout_every=2, num_sequences=9)
+    for module in (reference, likeliest_tokens):
+        monkeypatch.setattr(module, "version_of_weights", lambda *of: of)
+    recipe = dataclasses.replace(recipe, float8=dataclasses.replace(recipe.float8, all_gather=True))
+    data = dict(fingerprint="a", first_pair=0, held_out=0, holdout_every=2, num_sequences=9)
     names = {
-        key: file_of(each, [SimpleNamespace(**dataset)]).name == file_of(gathers, [SimpleNamespace(**dataset)]).name
-        for key, each in changed(gathers)
-    }
-    assert {key for key, same in names.items() if not same} == expected
+        **{key: file_of(other, [SimpleNamespace(**data)]).name for key, other in changed(recipe)},
+        **{key: file_of(recipe, [SimpleNamespace(**data | {key: 7})]).name for key in data},
+        **{
+            key: file_of(dataclasses.replace(recipe, **{key: LlamaConfig(dim=64)}), [SimpleNamespace(**data)]).name
+            for key in ("model", "teacher") if hasattr(recipe, key)
+        },
+    }  # fmt: skip
+    same = file_of(recipe, [SimpleNamespace(**data)]).name
+    assert {key for key, name in names.items() if name != same} == PRECISION | SEQUENCES | expected
 
 
 def test_tokens_are_kept_for_the_same_recipe_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (token_cache, chats):
         monkeypatch.setattr(module, "cached", lambda out, *_: out)
     (tmp_path / "x").write_text("{{ messages }}")  # a template
-    (tmp_path / "ranks").write_text("".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256)))
+    for name, order in (("ranks", range(256)), ("reversed", range(255, -1, -1))):
+        lines = [f"{base64.b64encode(bytes([byte])).decode()} {rank}\n" for rank, byte in enumerate(order)]
+        (tmp_path / name).write_text("".join(lines))
     monkeypatch.chdir(tmp_path)
     recipe = dataclasses.replace(FinetuneRecipe(), tokenizer=Tokenizer(encoding="ranks", special="both"))
 
@@ -231,3 +242,5 @@ def test_tokens_are_kept_for_the_same_recipe_and_files(tmp_path: Path, monkeypat
     )  # fmt: skip
     for file in FILES[1:]:
         assert not set(files(recipe, file)) & set(expected), file
+    other = dataclasses.replace(recipe, tokenizer=Tokenizer(encoding="reversed", special="both"))
+    assert not set(files(other)) & set(expected)
