@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
+pytest.register_assert_rewrite("tests")  # failures in modules that several test files share show what differs
+
 from tests import crashes
 from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
