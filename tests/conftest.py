@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
+pytest.register_assert_rewrite("tests")  # failures in modules that several test files share show what differs
+
 from tests import crashes
+from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.pool import Pool
 from titanlike.data.tokens import datasets

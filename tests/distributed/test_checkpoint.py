@@ -75,9 +75,6 @@ def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (dict(optimizer=dict(lr=0.5)), r"optimizer\.lr was 0\.01, now 0\.5"),
-        (dict(training=dict(seq_len=64)), r"training\.seq_len was 32, now 64"),
-        (dict(run=dict(seed=1)), r"run\.seed was 0, now 1"),
-        (dict(data=dict(holdout_every=10)), r"data\.holdout_every was 50, now 10"),
         (dict(recipe="mine/other.py"), r"recipe was \"pretrain\", now \"other\""),
         (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
     ],
@@ -96,15 +93,6 @@ def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) 
     assert resume(saved, recipe, "abc", saved.layout, MACHINE) == []
     with pytest.raises(UserError, match=r"trained on other data \(fingerprint abc, now xyz\)"):
         resume(saved, recipe, "xyz", saved.layout, MACHINE)
-    permitted = tiny(
-        tmp_path,
-        "run",
-        metrics=dict(interval=7),
-        checkpoint=dict(interval=9),
-        training=dict(non_finite="skip", skip_limit=5),
-        data=dict(source="text", path="elsewhere"),
-    )
-    assert resume(saved, permitted, "abc", saved.layout, MACHINE) == []
     longer = tiny(
         tmp_path,
         "run",

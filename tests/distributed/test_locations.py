@@ -12,6 +12,7 @@ import pytest
 
 from tests.training import tiny, train_on_rank
 from titanlike.checkpoint.files import LocalFile
+from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.utils import files
 
@@ -122,6 +123,51 @@ def test_an_archived_checkpoint_in_a_store_stays(tmp_path: Path) -> None:
         train_on_rank(recipe(tmp_path, resume_from=2, **options))
         assert {path.name: path.read_bytes() for path in archived.iterdir()} == expected
     assert sorted(path.name for path in shared.glob("step-*")) == ["step-00000002", "step-00000004", archived.name]
+
+
+class CachedListings(LOCAL_FILES):  # type: ignore[misc]
+    """Remembers listings, as file systems of stores do, also for whether a file exists."""
+
+    cachable = False
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True, **options)
+        return self.dircache[path] if detail else [entry["name"] for entry in self.dircache[path]]
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if path not in self.ls(path.rpartition("/")[0]):
+            raise FileNotFoundError(path)
+        return super().cat_file(path, *arguments, **options)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+
+
+def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
+    """File systems remember listings."""
+    writer, reader = (RemoteStore(f"file://{tmp_path}/shared") for _ in range(2))
+    for store in (writer, reader):
+        store.files = CachedListings()
+    for step in (1, 2):
+        writer.begin(step, 1)
+        with writer.create(step, "manifest.json") as file:
+            file.write(b"{}")
+        assert reader.steps() == list(range(1, step))
+        writer.commit(step)
+    reader.begin(3, 1)  # deletes what interrupted saves left, to which step 2 no longer belongs
+    reader.begin(4, 1)
+    assert reader.steps() == [1, 2]
+    assert reader.read_file("owner.json") is None
+    writer.write_file("owner.json", "one")
+    assert reader.read_file("owner.json") == b"one"
+    with reader.create(4, "manifest.json") as file:
+        file.write(b"{}")
+    assert reader.steps() == [1, 2]
+    reader.commit(4)
+    reader.archive(4)
+    assert reader.steps() == [1, 2]
+    assert [path.name for path in (tmp_path / "shared/step-00000004.archived").iterdir()] == ["manifest.json"]
 
 
 def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoints import metadata, small_model
+from tests.durability import Disk
 from tests.pool import Ranks
 from tests.training import build, tiny
 from titanlike.checkpoint import CheckpointManager
@@ -73,6 +74,19 @@ def test_an_asynchronous_save_is_a_snapshot(alone: None, tmp_path: Path, monkeyp
     found = read_whole(tmp_path / "step-00000001")["model"]
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_a_checkpoint_survives_a_loss_of_power(alone: None, tmp_path: Path, disk: Disk) -> None:
+    """Also one that replaces another one of its step."""
+    model, optimizer = small_model()
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+        for _ in range(2):
+            checkpoints.save(model, optimizer, metadata(1))
+            disk.assert_published(tmp_path / "step-00000001")
+            disk.renamed.clear()
+    assert {path.name for path in (tmp_path / "step-00000001").iterdir()} == {
+        "manifest.json", "rank-00000.safetensors", "state.json",
+    }  # fmt: skip
 
 
 def test_at_most_one_save_is_in_progress(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ class Trained:
     folder: Path
     losses: dict[int, float]
     validation: list[tuple[int, float]]
-    hashes: dict[int, str]  # of weights and optimizer state, by step
+    hashes: dict[int, dict[str, str]]  # of each tensor of weights and optimizer state, by step
 
 
 def trained(folder: Path, checkpoints: Path | None = None) -> Trained:
@@ -47,15 +47,15 @@ def valid_steps(checkpoints: Path) -> list[int]:
     return local.steps()
 
 
-def digest(checkpoint: Path) -> str:
-    """Returns a hash of all weights and optimizer state."""
-    sha256 = hashlib.sha256()
-    for module, tensors in sorted(loader.read_whole(checkpoint).items()):
+def digest(checkpoint: Path) -> dict[str, str]:
+    """Returns a hash of each tensor of weights and optimizer state."""
+    found = {}
+    for module, tensors in loader.read_whole(checkpoint).items():
         assert tensors, f"{checkpoint} has no {module}"
-        for name, value in sorted(tensors.items()):
-            sha256.update(f"{module} {name} {value.dtype} {tuple(value.shape)}".encode())
-            sha256.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return sha256.hexdigest()
+        for name, value in tensors.items():
+            content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found[f"{module} {name} {value.dtype} {tuple(value.shape)}"] = hashlib.sha256(content).hexdigest()
+    return found
 
 
 def assert_as_undisturbed(folder: Path, undisturbed: Trained, checkpoints: Path | None = None) -> None:
@@ -64,8 +64,8 @@ def assert_as_undisturbed(folder: Path, undisturbed: Trained, checkpoints: Path 
     assert found.losses == undisturbed.losses
     assert found.validation == undisturbed.validation
     assert max(found.hashes) == max(undisturbed.hashes)
-    for step, sha256 in found.hashes.items():
-        assert sha256 == undisturbed.hashes.get(step, sha256), f"step {step} differs from the undisturbed run"
+    for step in found.hashes.keys() & undisturbed.hashes:
+        assert found.hashes[step] == undisturbed.hashes[step], f"the checkpoint of step {step}"
     directory = checkpoints or folder / "runs" / "run" / "checkpoints"
     assert not [path.name for path in directory.iterdir() if path.suffix in (".partial", ".new")]
 

@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.durability import Disk
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.checkpoint import reader
 from titanlike.checkpoint.files import File
@@ -413,7 +414,12 @@ def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(
     assert query.equal(tensors["h.1.attn.c_attn.weight"][:, :64].t())
 
 
-def test_an_export_appears_whole_or_not_at_all(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_appears_whole_or_not_at_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    export(open_weights(folder), tmp_path / "whole")
+    disk.assert_published(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/file").write_text("mine")
     with pytest.raises(UserError, match="exists; choose another folder"):

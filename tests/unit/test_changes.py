@@ -9,7 +9,6 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
-from titanlike.config.finetune import FinetuneRecipe, Lora
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 
@@ -49,24 +48,11 @@ def test_keys_without_effect_may_differ() -> None:
         changed("data", {"source": "text", "path": "a", "text_field": "body"}, {"source": "text", "path": "a"})
 
 
-def test_other_weights_to_start_from_are_refused() -> None:
-    with pytest.raises(UserError, match=r'checkpoint.initial was "a", now "b"\. Restore these values'):
-        changed("checkpoint", {"initial": "a"}, {"initial": "b"})
-    allowed = {"initial": "", "allow_changed": ("checkpoint.initial",)}
-    assert changed("checkpoint", {"initial": "a"}, allowed) == ['checkpoint.initial was "a", now ""']
-
-
-def test_a_change_that_the_checkpoint_cannot_have_is_not_to_be_allowed() -> None:
-    for section, values, is_allowed in (
-        ("model", {"norm_eps": 1e-3}, True), ("model", {"num_layers": 3}, False), ("optimizer", {"lr": 1e-3}, True),
-        ("optimizer", {"state_dtype": "8bit"}, False),
-    ):  # fmt: skip
+def test_a_change_of_the_model_is_not_to_be_allowed_if_the_checkpoint_cannot_have_it() -> None:
+    for values, is_allowed in (({"norm_eps": 1e-3}, True), ({"num_layers": 3}, False)):
         with pytest.raises(UserError, match="Restore these values to resume") as error:
-            changed(section, {}, values)
+            changed("model", {}, values)
         assert ("allow_changed" in str(error.value)) == is_allowed
-    lora = [FinetuneRecipe(lora=Lora(rank=rank)) for rank in (4, 8)]
-    with pytest.raises(UserError, match=r"lora.rank was 4, now 8.*start a new run$"):
-        check_resume(*(CheckpointMetadata(10, recipe_as_json(recipe)) for recipe in lora), lora[1])
 
 
 @pytest.mark.parametrize("recipe", [DpoRecipe(), DistillRecipe()])
@@ -102,9 +88,3 @@ def test_a_change_of_the_program_is_reported() -> None:
     saved, now = (CheckpointMetadata(10, recipe_as_json(recipe), program=each) for each in ("one", "other"))
     assert check_resume(saved, now, recipe) == ["the program pretrain.py has changed"]
     assert check_resume(replace(saved, program=""), now, recipe) == []  # of an earlier version
-
-
-@pytest.mark.parametrize(("key", "value"), [("expert", 2), ("gradient_sync", "last_microbatch"), ("cpu_offload", True)])
-def test_what_changes_the_order_of_sums_is_reported(key: str, value: Any) -> None:
-    [reason] = changed("parallelism", {}, {key: value})
-    assert reason.startswith(f"parallelism.{key} was ")

@@ -1,5 +1,6 @@
 """Property tests: one global stream for any ranks, accumulation, threads and interruptions, resumed exactly."""
 
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -11,18 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from titanlike.config.sections import Tokenizer as Section
+from tests.unit.datasets import BYTES, counting, open_stream, write
 from titanlike.data.batches import stream
 from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.masked_tokens import MaskedSource
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
 from titanlike.data.batches.stream import PackedText, Stream
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import Manifest, Shards
-from titanlike.data.tokens.tokenizer import build_tokenizer
 
-BYTES = build_tokenizer(Section())
 STEPS = 8
 
 
@@ -149,6 +149,34 @@ def test_streams(number: int, tmp_path: Path) -> None:
         tmp_path, sizes_of(draw, 2), seq_len=draw.randint(2, 40), seed=draw.randrange(2**40), layout=layout_of(draw),
         stops=stops_of(draw), workers=draw.randint(1, 3), block=draw.choice((1, 3, 256)),
     )  # fmt: skip
+
+
+def test_a_seed_gives_the_batches_that_it_gave_in_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of an earlier version resumes with the batches that it would have read: several epochs, blocks and readers."""
+    monkeypatch.setattr(stream, "BLOCK", 8)
+    parts = [counting(50), counting(30, start=1000)]
+    files = [write(tmp_path, [20, 20, 20]), write(tmp_path, [20, 20], "other")]
+    mixture = ShuffledMixture(parts, [2, 1], seed=3, global_batch_size=8)
+    sources = {
+        "mixture": mixture,
+        "stream": open_stream(files, weights=[2, 1], seed=3),
+        "masked": MaskedSource(mixture, BYTES, 257, 0.5, seed=3, separate=False),
+    }
+    found = {}
+    for name, source in sources.items():
+        batches = BatchLoader(
+            source, global_batch_size=8, local_batch_size=8, data_rank=0, num_data_ranks=1, seed=3,
+            device=torch.device("cpu"), dropout_bits=True,
+        )  # fmt: skip
+        digest = hashlib.sha256()
+        for step in range(1, 301):
+            for batch in batches.microbatches(step):
+                for values in (batch.inputs["tokens"], batch.labels, batch.inputs["dropout_bits"]):
+                    digest.update(values.numpy().astype("<i8").tobytes())
+        found[name] = digest.hexdigest()[:16]
+    assert found == {"mixture": "9c8ac2fb017d5eff", "stream": "4ce7121795700d65", "masked": "668c642e39e61e4c"}
 
 
 def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -52,20 +52,26 @@ def test_second_ctrl_c_raises_keyboard_interrupt(alone: None, capfd: pytest.Capt
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_shutdown_for_another_reason(alone: None) -> None:
+@pytest.mark.parametrize("requests", [(1,), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)], ids=str)
+def test_of_several_requests_the_largest_number_counts(alone: None, requests: tuple[int, ...]) -> None:
+    """Also a number that is no signal, for another reason."""
     with GracefulShutdown() as shutdown:
-        shutdown.request(1)
-        assert shutdown.result() == 1
+        for number in requests:
+            shutdown.request(number)
+        assert shutdown.result() == max(requests)
 
 
 def _results_of_three_steps(sizes: dict[str, int], signaled_rank: int) -> tuple[list[int], list[int], Counter[str]]:
-    """Sends a signal to one rank in the second step. Returns the sums, the results and the calls of collectives."""
+    """Sends a signal to one rank in the second step, and another one to rank 3. Returns the sums, the results and the calls of
+    collectives."""
     mesh = mesh_of("cpu", **sizes)
     sums, results, counter = [], [], Traffic(mesh)
     with GracefulShutdown() as shutdown:
         for step in range(3):
             if step == 1 and dist.get_rank() == signaled_rank:
                 os.kill(os.getpid(), signal.SIGUSR1)
+            if step == 1 and dist.get_rank() == 3:
+                shutdown.request(signal.SIGINT)
             count = torch.tensor(10**mesh.data_rank + 2**53)
             with counter:
                 total = shutdown.all_reduce_sum(count, mesh.loss_groups, mesh.model_groups)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 
 import pytest
 import torch
@@ -24,6 +25,21 @@ def test_a_spike_in_a_noisy_decreasing_loss_is_detected_and_nothing_else() -> No
     found = {step: distance for step, loss in enumerate(losses) if (distance := detector.deviations(loss))}
     assert list(found) == [120]
     assert 10 < found[120] < 100
+
+
+@pytest.mark.parametrize("num_losses", [9, 10, 50, 51])
+def test_the_distance_of_a_spike_is_in_standard_deviations_of_the_window(num_losses: int) -> None:
+    """That of a normal distribution is 1.4826 times its median absolute deviation. The window has 50 losses."""
+    losses = [100.0, *map(float, range(num_losses - 1))]
+    window = losses[-50:]
+    median = statistics.median(window)
+    deviation = 1.4826 * statistics.median(abs(loss - median) for loss in window)
+    for distance, expected in ((9.99, 0.0), (10.01, 10.01)):
+        detector = SpikeDetector()
+        for loss in losses:
+            detector.deviations(loss)
+        found = detector.deviations(median + distance * deviation)
+        assert found == pytest.approx(expected if num_losses >= 10 else 0.0)
 
 
 def test_a_loss_of_zero_is_no_spike() -> None:

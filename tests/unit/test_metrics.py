@@ -54,7 +54,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_throughput_includes_data_wait_and_excludes_validation_and_checkpointing(tmp_path: Path, clock: Clock) -> None:
-    with build_monitor(tmp_path) as monitor:
+    ramp = [0, 1000, 2000, 4000, 6000, 8000]  # tokens of all steps up to one
+    with build_monitor(tmp_path, num_tokens=ramp.__getitem__) as monitor:
         clock.now += 4.0
         step(monitor, 1)
         with monitor.exclude_from_throughput():
@@ -73,9 +74,10 @@ def test_throughput_includes_data_wait_and_excludes_validation_and_checkpointing
     assert [record["step"] for record in (first, second, fourth, last)] == [1, 2, 4, 5]
     assert (first["tokens_per_second"], second["tokens_per_second"]) == (250.0, 500.0)
     assert second["data_wait"] == 0.25
-    assert (fourth["tokens_per_second"], fourth["step_seconds"], fourth["data_wait"]) == (500.0, 2.0, 0.0)
-    assert fourth["tflops_per_device"] == pytest.approx(500 * 1e9 / 2 / 1e12)
-    assert (fourth["tokens"], fourth["elapsed_seconds"], fourth["loss"]) == (4000, 60.0, 2.5)
+    assert (fourth["tokens_per_second"], fourth["step_seconds"], fourth["data_wait"]) == (1000.0, 2.0, 0.0)
+    assert last["tokens_per_second"] == 2000.0
+    assert fourth["tflops_per_device"] == pytest.approx(1000 * 1e9 / 2 / 1e12)
+    assert (fourth["tokens"], fourth["elapsed_seconds"], fourth["loss"]) == (6000, 60.0, 2.5)
     assert fourth["mfu"] is None  # a CPU has no published peak
     assert fourth["memory_gib"] > 0.05
 

@@ -19,7 +19,7 @@ from titanlike.data.batches.packed_dataset import (
     positions_in_documents,
     separate_documents,
 )
-from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled, shuffled_epochs
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
@@ -122,6 +122,16 @@ def test_a_mixture_has_exact_shares_and_an_epoch_per_dataset() -> None:
         "the data 70%, 401 tokens read 7.2 times; the data 20%, 41 tokens read 20"
     )
     assert source.num_distinct == 3 * 10 // 8
+
+
+def test_each_dataset_of_a_mixture_has_its_own_order() -> None:
+    """Also one that is named twice. The first has the seed of the run."""
+    parts = [counting(40, start=start) for start in (0, 1000, 2000)]
+    mixture = ShuffledMixture(parts, [1.0] * 3, seed=5, global_batch_size=8)
+    firsts = np.concatenate([mixture.read(step, range(8)).tokens[:, 0] for step in range(1, 26)])
+    first, *others = (tuple(firsts[firsts // 1000 == number][:40] % 1000 // 4) for number in range(3))
+    assert first == tuple(shuffled_epochs(np.arange(40), 40, 5))
+    assert len({first, *others}) == 3
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1e-6, 1], [5, 3, 2, 1e-9], [1e6, 1e-6, 1e-6]])

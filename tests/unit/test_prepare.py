@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from tests.durability import Disk
 from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import File, list_files
@@ -129,11 +130,12 @@ def test_bad_records_are_skipped_and_counted(corpus: Path, tmp_path: Path, small
     assert numbers == [100, 200, 300, 400, 500]
 
 
-def test_tokenizer_file_is_copied_into_the_folder(corpus: Path, tmp_path: Path) -> None:
+def test_tokenizer_file_is_copied_into_the_folder(corpus: Path, tmp_path: Path, disk: Disk) -> None:
     ranks = "".join(f"{base64.b64encode(bytes([value])).decode()} {value}\n" for value in range(256))
     (tmp_path / "my.model").write_text(ranks)
     section = Section(encoding=str(tmp_path / "my.model"), special="both")
     manifest = prepare([str(corpus)], tmp_path / "out", section, workers=0)
+    disk.assert_published(tmp_path / "out")
     (tmp_path / "my.model").unlink()
     recipe = tomli.loads(recipe_lines(tmp_path / "out", manifest))
     assert recipe["data"] == {"source": "shards", "path": str(tmp_path / "out")}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.durability import Disk
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
@@ -54,10 +55,12 @@ def texts(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_each_text_file_is_a_document_with_an_eos(tmp_path: Path) -> None:
+def test_each_text_file_is_a_document_with_an_eos(tmp_path: Path, cache: Path, disk: Disk) -> None:
     folder = texts(tmp_path / "text", b="Bb", empty="")
     texts(folder / "sub", a="aa")
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"Bb", 256, *b"aa", 256]
+    [tokens] = (path for path in cache.iterdir() if path.is_dir())
+    disk.assert_published(tokens)
     assert tokens_of(open_(source="text", path=str(folder / "**/a*"), seq_len=2).training) == [*b"aa", 256]
 
 
@@ -145,6 +148,8 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"bad\.txt: byte 3 is not UTF-8"):
         open_(source="text", path=str(folder))
     assert tokens_of(open_(source="text", path=str(folder), bad_records="skip").training) == [*b"a a a", 256]
+    with pytest.raises(UserError, match=r"bad\.txt: byte 3 is not UTF-8"):  # although the cache has the other records
+        open_(source="text", path=str(folder))
     (folder / "bad.txt").unlink()
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file"):

@@ -112,6 +112,18 @@ def test_a_loader_with_worker_processes_resumes_exactly() -> None:
     assert train(with_workers, 1, [3], 0) == train(with_workers, 1, [], 0)
 
 
+def test_the_ids_of_sequences_continue_over_steps_ranks_and_resumes() -> None:
+    """They seed dropout: equal ids would have equal masks."""
+    found: list[int] = []
+    for first in (1, 3):
+        sources = [source(shuffled), source(shuffled)]  # of two ranks, which resume before the third step
+        for step in (first, first + 1):
+            found += [
+                int(i) for rank in (0, 1) for i in sources[rank].read(step, range(2 * rank, 2 * rank + 2)).sequence_ids
+            ]
+    assert found == list(range(16))
+
+
 def test_another_number_of_data_ranks_is_refused() -> None:
     loader = batches(shuffled, None, 0, 1)
     loader.microbatches(1)

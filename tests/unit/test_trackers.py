@@ -144,11 +144,13 @@ def scalars(directory: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
-def test_tensorboard_events_are_in_another_folder(tmp_path: Path) -> None:
-    tracker = services.TensorBoardTracker(RunInfo(tmp_path / "runs/a", 1, "p", f"{tmp_path}/events", {}))
-    tracker.log(1, {"loss": 2.0})
-    tracker.close()
-    assert scalars(tmp_path / "events/a") == [(1, 2.0)]
+def test_tensorboard_events_are_in_another_folder_and_those_after_a_resume_replace_others(tmp_path: Path) -> None:
+    for start, steps in enumerate(([1, 2, 3, 4], [3, 4, 5])):
+        tracker = services.TensorBoardTracker(RunInfo(tmp_path / "runs/a", steps[0], "p", f"{tmp_path}/events", {}))
+        for step in steps:
+            tracker.log(step, {"loss": start + 0.5})
+        tracker.close()
+    assert scalars(tmp_path / "events/a") == [(1, 0.5), (2, 0.5), (3, 1.5), (4, 1.5), (5, 1.5)]
     assert not (tmp_path / "runs").exists()
 
 

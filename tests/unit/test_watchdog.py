@@ -4,8 +4,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,13 +93,84 @@ def test_watchdog_leaves_no_threads_and_no_files(tmp_path: Path, alone: None) ->
                 watchdog.step(step)
             with watchdog.pause():  # longer than the timeout: no alarm
                 time.sleep(1.2)
+        assert watchdog.heartbeat.finished and not watchdog.heartbeat.paused  # no rank waits for another heartbeat
     assert set(threading.enumerate()) <= before
     assert not list(tmp_path.iterdir())
+
+
+LIVE, PAUSED = heartbeat(5, paused=False), heartbeat(5)
+
+
+def store_with(answer: Any) -> Any:
+    """Returns a thread that reads these heartbeats and silent ranks of a timeout of 100 s; None: the store does not answer."""
+
+    def read_all(_: object, silence: float) -> Any:
+        assert silence == 50
+        return answer
+
+    return SimpleNamespace(read_all=read_all, call=lambda operation: operation(None))
+
+
+@pytest.mark.parametrize(
+    ("phase", "others", "silent", "seconds"),  # without progress, from which on there is a hang: with a timeout of 100 s
+    [
+        ("start", [], [], None), ("train", [], [], 100), ("pause", [], [], PAUSE_TIMEOUT), ("end", [], [], None),
+        ("first step", [], [], PAUSE_TIMEOUT), ("train", [LIVE, LIVE], [], 100), ("train", [LIVE, PAUSED], [], PAUSE_TIMEOUT),
+        ("start", [LIVE, PAUSED], [], None), ("end", [LIVE, PAUSED], [], None),
+        *((phase, [LIVE, PAUSED], [1], 100) for phase in ("start", "train", "pause", "end")),
+        ("pause", None, [], 100), ("start", None, [], 100),  # the store does not answer
+    ],
+)  # fmt: skip
+def test_a_hang_is_found_at_the_timeout(
+    tmp_path: Path, alone: None, phase: str, others: list[Heartbeat] | None, silent: list[int], seconds: float | None
+) -> None:
+    def watchdog() -> Watchdog:
+        found = Watchdog(100, tmp_path)
+        for step in range({"start": 0, "first step": 1}.get(phase, 2)):
+            found.step(step)
+        found.heartbeat.paused |= phase == "pause"
+        if phase == "end":
+            found.finish()
+        if others != []:
+            found._heartbeats = store_with(None if others is None else (dict(enumerate(others)), silent))
+        return found
+
+    assert not watchdog()._is_hang(0.99 * (seconds or 1e9))
+    assert watchdog()._is_hang(1.01 * (seconds or 1e9)) == (seconds is not None)
+
+
+def test_a_store_that_stops_to_answer_is_found_after_a_silence(tmp_path: Path, alone: None) -> None:
+    for last, expected in ((90, [False] * 4 + [True]), (49, [False, False, True, True, True])):
+        watchdog, found = Watchdog(100, tmp_path), []
+        for stalled in (49, 90, 110, 139, 141):
+            watchdog._heartbeats = store_with(({0: PAUSED, 1: PAUSED}, []) if stalled <= last else None)
+            found.append(watchdog._is_hang(stalled))
+        assert found == expected
+
+
+def test_time_counts_from_the_last_progress_and_not_while_the_job_is_suspended(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog, found, times = Watchdog(100, tmp_path), list[float](), iter([0.0, 5.0, 10.0, 15.0, 1e6, 1e6 + 5.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+
+    def wait(interval: float) -> bool:
+        if len(found) in (1, 2):
+            (watchdog.finish if len(found) == 1 else partial(watchdog.step, 1))()
+        return len(found) == 5
+
+    watchdog._stop_event = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    watchdog._is_hang = lambda stalled: found.append(stalled)  # type: ignore[assignment,func-returns-value,method-assign]
+    watchdog._monitor()
+    assert found == [5.0, 0.0, 0.0, 11.0, 16.0]  # an interval of 1 s, and 10 s for the store
 
 
 def test_each_forward_pass_of_a_pause_is_progress(tmp_path: Path, alone: None) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with Watchdog(3600, tmp_path) as watchdog:
+        with watchdog.pause():
+            pass
+        assert watchdog.heartbeat.paused  # still, until the first step has compiled
         watchdog.step(1)
         watchdog.step(2)
         before = watchdog._progress

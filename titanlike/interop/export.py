@@ -96,7 +96,7 @@ def export(
         if template := trained_template(weights, tokenizer):
             files["chat_template.jinja"] = template.source.encode()
         for name, content in files.items():
-            (partial / name).write_bytes(content)
+            atomic_write_text(partial / name, content)
         _write_configs(partial, plan, generation_config(weights, tokenizer))
         atomic_write_text(partial / "README.md", _card(weights, folder))
         return _write_tensors(partial, plan, shard_size)

@@ -167,7 +167,7 @@ def _folder(recipe: DistillRecipe, datasets: list[SequenceDataset], initial: str
     tokens = [[dataset.fingerprint, dataset.num_sequences] for dataset in datasets]
     split = [data.holdout_every, data.validation_path != "", data.long_chats, bool(data.masks_documents)]
     precision = [
-        training.compute_dtype,
+        (training.compute_dtype, training.matmul_precision),
         training.master_dtype if recipe.float8.all_gather else "",
         asdict(recipe.float8),
     ]

@@ -131,7 +131,7 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
         [dataset.fingerprint, dataset.first_pair, dataset.held_out, dataset.holdout_every] for dataset in datasets
     ]
     precision = [
-        training.compute_dtype,
+        (training.compute_dtype, training.matmul_precision),
         training.master_dtype if recipe.float8.all_gather else "",
         asdict(recipe.float8),
     ]

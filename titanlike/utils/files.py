@@ -38,10 +38,10 @@ def write_all(file: BinaryIO, content: bytes | memoryview) -> None:
         rest = rest[file.write(rest) :]
 
 
-def atomic_write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replaces the content of a file with `text`, atomically."""
+def atomic_write_text(path: Path, text: str | bytes, *, durable: bool = True) -> None:
+    """Replaces the content of a file with `text`, which may be encoded, atomically."""
     with atomic_writer(path, durable=durable) as file:
-        write_all(file, text.encode())
+        write_all(file, text if isinstance(text, bytes) else text.encode())
 
 
 def fsync_directory(directory: Path) -> None:

@@ -21,7 +21,7 @@ from titanlike.data.documents.records import KINDS
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
-from titanlike.utils.files import fsync_directory
+from titanlike.utils.files import atomic_write_text, fsync_directory
 
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges
@@ -191,7 +191,7 @@ def finish(
     section = tokenizer.section
     tokenizer_files = files_of(section.encoding)
     for file in tokenizer_files:
-        shutil.copyfile(file, partial / file.name)
+        atomic_write_text(partial / file.name, file.read_bytes())
     about: dict[str, Any] = {
         "fingerprint": tokenizer.fingerprint, **asdict(section), "vocab_size": tokenizer.codec.vocab_size,
     }  # fmt: skip
