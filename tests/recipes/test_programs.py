@@ -56,8 +56,13 @@ from titanlike.run.loop import GarbageCollector
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.rng import seed_generators
 
-STEPS, SEED, SKIPPED, OVERFLOW = 8, 3, 2, 5
-DUE = {"validation": 2, "save": 2, "sample": 3, "evaluation": 4}  # intervals
+STEPS, SEED, SKIPPED, OVERFLOW = 9, 3, 2, 5
+DUE = {
+    "validation": 2,
+    "save": 2,
+    "sample": 3,
+    "evaluation": 4,
+}  # intervals, of which none but the third divides the last step
 COMMON: dict[str, Any] = {
     "run.seed": SEED, "run.device": "cpu", "run.dir": "runs", "data.source": "synthetic", "data.prefetch": 3,
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.vocab_size": 320,
@@ -114,6 +119,11 @@ SECONDS = {
     "BatchLoader.microbatches": 1.0, "optimizer.step": 4.0, "CheckpointManager.save": 1000.0, "BatchLoader.first_batches": 100.0,
     "Evaluator.__call__": 100.0,
 }  # fmt: skip
+
+
+def due(name: str) -> list[int]:
+    """Returns the steps at which something is due: at an interval, and at the last step."""
+    return [step for step in range(1, STEPS + 1) if step % DUE[name] == 0 or step == STEPS]
 
 
 @dataclass
@@ -233,7 +243,8 @@ class Start:
     def after(self, call: Call) -> None:
         if call.name == "build_optimizer":
             optimizer: Any = call.result
-            optimizer.metrics = {"of_optimizer": torch.tensor(7.0)}
+            if self.recipe.checkpoint.enabled:  # not each has some
+                optimizer.metrics = {"of_optimizer": torch.tensor(7.0)}
             for name in ("step", "zero_grad"):
                 setattr(optimizer, name, self.spied(f"optimizer.{name}", _method(getattr(optimizer, name))))
         elif call.name == "build_dataloaders":
@@ -336,7 +347,7 @@ class Runs:
         self.states = [read_whole(folder / f"runs/{name}/checkpoints/step-{STEPS:08d}") for name in ("whole", "parts")]
         self.lines = {name: records(folder / "runs" / name) for name in ("whole", "parts")}
         # From the steps after which a sample and an evaluation were recorded.
-        options: dict[str, Any] = {"validation.interval": 1}
+        options: dict[str, Any] = {"validation.interval": 1} | ({"evaluation.limit": 1} if self.evaluates else {})
         self.again = {
             step: self.start("whole", options | {"checkpoint.resume_from": step}, code=2, faults={step + 1: "loss"})
             for step in (6, 4)
@@ -362,9 +373,9 @@ class Runs:
 
     def measured(self, step: int) -> list[str]:
         """Returns what is called after a step to measure what is due."""
-        names = [] if step % DUE["validation"] else ["BatchLoader.first_batches", "Monitor.validation"]
-        is_due = step % DUE["sample"] == 0 or step % DUE["evaluation"] == 0
-        return names + (["Evaluator.__call__", "Monitor.evaluation"] if self.evaluates and is_due else [])
+        names = ["BatchLoader.first_batches", "Monitor.validation"] if step in due("validation") else []
+        evaluates = self.evaluates and step in due("sample") + due("evaluation")
+        return names + (["Evaluator.__call__", "Monitor.evaluation"] if evaluates else [])
 
     def loop(self, steps: range, *, stops: bool) -> list[str]:
         """Returns what is called from the first step to the end of the loop."""
@@ -376,7 +387,7 @@ class Runs:
             names += ["optimizer.zero_grad", "Monitor.step", "GracefulShutdown.result"]
             is_last = stops and step == steps[-1]
             names += [] if is_last else self.measured(step)
-            if step % DUE["save"] == 0:
+            if step in due("save"):
                 names += ["NonFiniteGuard.flush", "BatchLoader.position", "CheckpointManager.save"]
             names += ["CheckpointManager.poll", "Monitor.record_saves"]
             names += [] if is_last else ["GarbageCollector.step"]
@@ -475,7 +486,7 @@ def test_what_a_program_builds(runs: Runs) -> None:
         assert_called(start.one("Profiler"), section=recipe.profiling, run=folder, device=cpu)
         texts = [f"reading data: {recipe.data.source}", f"building the model: {recipe.model.label()}"]
         assert [call.arguments["activity"] for call in start["announce"]][:2] == texts
-        assert data.training.device == cpu
+        assert data.training.source.describe(training.steps) in start.output
 
 
 def test_each_step_computes_with_what_it_read(runs: Runs) -> None:
@@ -557,15 +568,14 @@ def test_what_is_recorded(runs: Runs) -> None:
         seconds = wait + (0.0 if step in (SKIPPED, OVERFLOW) else SECONDS["optimizer.step"])
         measured = [line[name] for name in ("step_seconds", "data_wait", "tokens_per_second", "tokens")]
         assert measured == pytest.approx([seconds, wait / seconds, tokens / seconds, tokens * step]), step
-    due = {
-        "validation_loss": [2, 4, 6, 8], "save_seconds": [2, 4, 6, 8], "skipped": [SKIPPED, OVERFLOW],
-        "sample": [3, 6] if runs.evaluates else [], "evaluation/text/loss": [4, 8] if runs.evaluates else [],
-    }  # fmt: skip
+    names = {"validation_loss": "validation", "save_seconds": "save"}
+    names |= {"sample": "sample", "evaluation/text/loss": "evaluation"} if runs.evaluates else {}
+    recorded = {name: due(kind) for name, kind in names.items()} | {"skipped": [SKIPPED, OVERFLOW]}
     assert ("validation_accuracy" in str(runs.lines)) == (runs.program in ("mlm", "dpo"))
     times = re.compile("seconds|wait|per_second|tflops|memory|save_|mfu|spike")
     found = []
     for lines in runs.lines.values():
-        assert {name: [line["step"] for line in lines if name in line] for name in due} == due
+        assert {name: [line["step"] for line in lines if name in line] for name in recorded} == recorded
         values = [
             (line["step"], name, value) for line in lines for name, value in line.items() if not times.search(name)
         ]
@@ -587,7 +597,8 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
         (runs.initial, ["starting from the weights of runs/whole"]),
     ):
         assert [text for text in texts if text not in start.output] == []
-    assert (runs.folder / "runs/whole/hf/config.json").is_file()
+    exported = [path.name for path in (runs.folder / "runs/whole/hf").iterdir()]
+    assert "config.json" in exported and ("chat_template.jinja" in exported) == (runs.program in LORA)
     resumed = {runs.signalled: (4, 0), runs.last: (6, 0), runs.again[6]: (6, 6), runs.again[4]: (4, 4)}
     for start, (step, asked) in resumed.items():
         found = start.one("CheckpointManager.find")
