@@ -41,7 +41,8 @@ from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
 from titanlike.interop.weights import load_initial
-from titanlike.metrics import Monitor, monitor, profiler
+from titanlike.metrics import Measured, Monitor, monitor, profiler
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.init import initialize
 from titanlike.models.loss import IGNORE
 from titanlike.models.registry import build_model
@@ -289,6 +290,7 @@ class Start:
             replaced: list[tuple[Any, str, Any]] = [
                 (sys, "argv", [path, *words]), (sys, "path", [*sys.path]), (os, "fsync", lambda _: None),
                 (run_dir, "_git", lambda *_: None), (monitor, "time", SimpleNamespace(perf_counter=lambda: self.clock)),
+                (TransformerConfig, "num_mtp_layers", False),  # 0, and not the default of what gets it
                 (profiler, "Profiler", Profiler), (CheckpointManager, "has_failed", property(self.has_failed)),
             ]  # fmt: skip
             for kind, names in METHODS.items():
@@ -453,8 +455,11 @@ def test_what_a_program_builds(runs: Runs) -> None:
         assert_called(
             start.one("build_dataloaders"), section=recipe.data, training=training, tokenizer=tokenizer, seed=SEED,
             validate=start is runs.whole, dropout=start is runs.whole and runs.program != "seq2seq", data_rank=0,
-            num_data_ranks=1, vocab_size=320, device=cpu, num_next_tokens=0,
+            num_data_ranks=1, vocab_size=320, device=cpu,
         )  # fmt: skip
+        assert (start.one("build_dataloaders").arguments["num_next_tokens"] is False) == (
+            runs.program in ("pretrain", "finetune")
+        )
         opener, expected = start.one("build_dataloaders").arguments["open_sources"], openers.of(recipe)
         assert getattr(opener, "func", opener) is getattr(expected, "func", expected)
         assert getattr(opener, "keywords", {}) == getattr(expected, "keywords", {})
@@ -597,6 +602,8 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
         (runs.initial, ["starting from the weights of runs/whole"]),
     ):
         assert [text for text in texts if text not in start.output] == []
+    assert_called(runs.whole.one("RunDirectory.completion_message"), device=torch.device("cpu"))
+    assert isinstance(runs.whole.one("RunDirectory.completion_message").arguments["measured"], Measured)
     exported = [path.name for path in (runs.folder / "runs/whole/hf").iterdir()]
     assert "config.json" in exported and ("chat_template.jinja" in exported) == (runs.program in LORA)
     resumed = {runs.signalled: (4, 0), runs.last: (6, 0), runs.again[6]: (6, 6), runs.again[4]: (4, 4)}
