@@ -355,6 +355,7 @@ class Runs:
             for step in (6, 4)
         }
         options = {"checkpoint.initial": "runs/whole", "checkpoint.enabled": False, "training.steps": 2}
+        options |= {"checkpoint.allow_changed": '["data.path"]'}
         options |= {
             "validation.interval": 0,
             "validation.batches": None,
@@ -639,6 +640,10 @@ def test_a_run_starts_from_given_weights(runs: Runs) -> None:
     assert names.index("build_optimizer") < names.index("seed_generators") < names.index("RunDirectory.open")
     loaded = runs.initial["load_initial"][-1]
     assert_called(
-        loaded, model=runs.initial.model, initial="runs/whole", config=runs.initial.recipe.model, allow_changed=()
+        loaded,
+        model=runs.initial.model,
+        initial="runs/whole",
+        config=runs.initial.recipe.model,
+        allow_changed=("data.path",),
     )
     assert not any(start["load_initial"] for start in (runs.whole, runs.failed, runs.signalled, runs.last))
