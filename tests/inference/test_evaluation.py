@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.inference.tasks import CONFIG, ITEMS, TEXTS, evaluator_of, write_files
 from tests.interop.models import MemoryWeights, model_of
 from tests.pool import Ranks
-from tests.training import mesh_of, tiny, train, train_on_rank
+from tests.training import mesh_of, tiny, train
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Training
@@ -224,15 +224,6 @@ def _evaluate_state(section: Evaluation, state: dict[str, torch.Tensor]) -> dict
     evaluator = evaluator_of(section)
     evaluator.training = Training(seq_len=32, local_batch_size=1)
     return evaluator.evaluate(model, mesh_of("cpu"))
-
-
-def test_a_resumed_run_records_each_evaluation_once(ranks: Ranks, tmp_path: Path) -> None:
-    section = dataclasses.replace(write_files(tmp_path / "files"), interval=2)
-    recipe = tiny(tmp_path, "run", **SMALL, evaluation=section, schedule=dict(warmup_steps=2, decay="none"))
-    ranks(1).run(train_on_rank, dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=3)))
-    # The key may change in a resume.
-    ranks(1).run(train_on_rank, dataclasses.replace(recipe, evaluation=dataclasses.replace(section, limit=1)))
-    assert [record["step"] for record in records(tmp_path, "run")] == [2, 3, 4]
 
 
 BAD_LINES = [
