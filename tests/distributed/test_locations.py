@@ -164,10 +164,29 @@ def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
     with reader.create(4, "manifest.json") as file:
         file.write(b"{}")
     assert reader.steps() == [1, 2]
+    with reader.create(4, "state.json") as file:
+        file.write(b"{}")
     reader.commit(4)
-    reader.archive(4)
+    changes: list[str] = []
+    for name in ("rm_file", "cp_file"):
+        original = getattr(reader.files, name)
+        reader.files.__dict__[name] = lambda path, *to, call=original: (
+            changes.append(to[0] if to else path),
+            call(path, *to),
+        )
+    reader.archive(4)  # a checkpoint loses its manifest first, and gets it last
+    assert [path.rpartition("/")[2] for path in changes] == ["state.json", "manifest.json"]
     assert reader.steps() == [1, 2]
-    assert [path.name for path in (tmp_path / "shared/step-00000004.archived").iterdir()] == ["manifest.json"]
+    assert {path.name for path in (tmp_path / "shared/step-00000004.archived").iterdir()} == {
+        "manifest.json",
+        "state.json",
+    }
+    changes.clear()
+    reader.remove(2)
+    assert changes[0].endswith("step-00000002/manifest.json") and reader.steps() == [1]
+    reader.files.mv(f"{reader.root}/step-00000001/manifest.json", f"{reader.root}/step-00000001/manifest.json.archived")
+    reader.begin(5, 1)  # keeps one whose archiving was interrupted
+    assert (tmp_path / "shared/step-00000001/manifest.json.archived").exists()
 
 
 def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,18 @@ def test_of_two_runs_that_start_together_the_second_saves_and_the_first_stops(tm
     first.wait(last=True)
 
 
+def test_a_run_that_is_replaced_while_it_saves_publishes_nothing(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (CheckpointManager(shared, Checkpoint(mode="sync"), owner=tmp_path / "a") for _ in range(2))
+    first.archive_after(0)
+    begin = first.store.begin
+    monkeypatch.setattr(first.store, "begin", lambda *of: (begin(*of), second.archive_after(0)))
+    with pytest.raises(UserError, match="was taken over by the run"):
+        first.save(*small_model(), metadata(1))
+    assert second.store.steps() == []
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"run": 3}', "[" * 100_000, "\xff"])
 def test_an_owner_that_cannot_be_read_is_refused(tmp_path: Path, shared: str, text: str) -> None:
     (tmp_path / "shared").mkdir()

@@ -97,7 +97,33 @@ def test_at_most_one_save_is_in_progress(alone: None, tmp_path: Path, monkeypatc
         checkpoints.save(model, optimizer, metadata(2))  # waits
         assert [result.step for result in checkpoints.poll()] == [1]
         checkpoints.wait()
+        assert checkpoints.poll()[0].stall > 0.2  # with the wait
     assert LocalStore(tmp_path).steps() == [1, 2]
+
+
+def test_later_checkpoints_are_archived_by_a_run_that_saves(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small_model()
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync", keep=3)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(model, optimizer, metadata(step))
+    CheckpointManager(str(tmp_path), Checkpoint(enabled=False)).archive_after(1)
+    assert LocalStore(tmp_path).steps() == [1, 2, 3]
+    CheckpointManager(str(tmp_path), Checkpoint()).archive_after(2)
+    assert LocalStore(tmp_path).steps() == [1, 2]
+    state = tmp_path / "step-00000002/state.json"
+    state.write_text(state.read_text().replace('"tokens": 0', '"tokens": 7'))
+    found = CheckpointManager(str(tmp_path), Checkpoint(verify="size")).find()  # the hash of the metadata all the same
+    assert found is not None and found.step == 1
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(29.9, False), (30.1, True)])
+def test_a_save_that_takes_longer_than_the_shutdown_is_warned_of(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: float, warns: bool
+) -> None:
+    with CheckpointManager(str(tmp_path), Checkpoint(), shutdown_timeout=30) as checkpoints:
+        checkpoints._last_seconds = seconds
+        checkpoints.save(*small_model(), metadata(1), wait=True)
+    assert ("the last save took 30 s, but run.shutdown_timeout = 30" in capsys.readouterr().err) == warns
 
 
 def test_exit_waits_for_the_save_in_progress(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +330,8 @@ def _save_late_state(folder: Path) -> dict[str, list[str]]:
             optimizer.step()
             optimizer.zero_grad()
             checkpoints.save(model, optimizer, metadata(step))
+        first, second = checkpoints.poll()
+        assert second.size > first.size
     full = read_whole(folder / "step-00000002")["optimizer"]
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():

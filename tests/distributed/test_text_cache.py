@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.pool import Ranks
 from tests.training import LLAMA
+from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Training
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.dataloaders import build_dataloaders
@@ -78,3 +79,28 @@ def test_machines_wait_for_one_that_tokenizes(ranks: Ranks, tmp_path: Path, has_
     assert [num_tokens for _, num_tokens, _ in results] == [8] * 4
     for ranks_of_node in (results[:2], results[2:]):  # one process of each machine tokenizes each text
         assert sorted(size for _, _, written in ranks_of_node for size in written) == [7, 9]
+
+
+def _different_data(folder: Path) -> tuple[int, str]:
+    """Opens the same text on both ranks, and then another one on each. Returns the seed of the batches, and the error."""
+    tokenizer, training = build_tokenizer(Section()), Training(seq_len=4, global_batch_size=2, local_batch_size=2)
+    options: dict[str, Any] = dict(
+        seed=7, validate=False, dropout=True, data_rank=0, num_data_ranks=1, position_ids=torch.arange(4),
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    both, own = (
+        Data(source="text", path=str(folder / name), holdout_every=0, cache=str(folder / f"cache-{dist.get_rank()}"))
+        for name in ("0", str(dist.get_rank()))
+    )
+    data = build_dataloaders(both, training, tokenizer, **options)
+    with pytest.raises(UserError) as error:
+        build_dataloaders(own, training, tokenizer, **options)
+    return data.training.seed, str(error.value)
+
+
+def test_ranks_with_other_data_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text {name}")
+    for seed, error in ranks(2).run(_different_data, tmp_path):
+        assert seed == 7 and "the data differs across ranks: " in error

@@ -37,10 +37,14 @@ def test_precedence_is_defaults_then_extends_then_file_then_command_line(tmp_pat
     write(tmp_path, "[training]\nsteps = 1\nseq_len = 2\nglobal_batch_size = 3\n", "grandparent.toml")
     write(tmp_path, 'extends = "grandparent.toml"\n[training]\nseq_len = 20\nglobal_batch_size = 30\n', "parent.toml")
     path = write(tmp_path, 'extends = "parent.toml"\n[training]\nglobal_batch_size = 300\nlocal_batch_size = 400\n')
-    training = load(PretrainRecipe, path, {"training.local_batch_size": "5"}).training
+    defaults = {"training": {"global_batch_size": 7, "max_norm": 0.5}}
+    training = load(PretrainRecipe, path, {"training.local_batch_size": "5"}, defaults).training
     assert (training.steps, training.seq_len, training.global_batch_size) == (1, 20, 300)
     assert training.local_batch_size == 5
-    assert training.max_norm == PretrainRecipe().training.max_norm
+    assert (training.max_norm, training.z_loss) == (0.5, PretrainRecipe().training.z_loss)
+    path = write(tmp_path, 'extends = "parent.toml"\n[training]\nseq_len = 0\n')
+    with pytest.raises(UserError, match=r"^\S+/recipe\.toml: training\.seq_len = 0"):  # not the file that it extends
+        load(PretrainRecipe, path)
 
 
 def test_a_model_size_sets_the_fields_that_the_recipe_does_not_set(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_signal_requests_a_shutdown(alone: None, number: int, hangup: None) -> N
         assert shutdown.result() == 0
         os.kill(os.getpid(), number)
         assert shutdown.result() == shutdown.agreed_signal == number  # a single process stops at this step
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == before and LiveLine.when_unread is None
 
 
 def test_under_nohup_nothing_depends_on_the_terminal(alone: None, hangup: None) -> None:

@@ -85,5 +85,9 @@ def test_a_slow_rank_is_named_once() -> None:
     warnings = [ranks.summarize(slow)[1] for _ in range(6)]
     message = "rank 2 is slow: it takes 2.0 times as long as the median rank for the same matmul"
     assert warnings == ["", "", message, "", "", ""]
+    for slow_ranks, ratio, is_slow in (([2] * 3, 1.31, True), ([2] * 3, 1.29, False), ([2, 2, 1], 2.0, False)):
+        ranks = RankStatistics(torch.device("cpu"))
+        rows = [[[1.0, 0.0, 0.01 * (ratio if rank == each else 1.0)] for rank in range(4)] for each in slow_ranks]
+        assert [bool(ranks.summarize(row)[1]) for row in rows] == [False, False, is_slow]
     named = RankStatistics(torch.device("cpu"), [f"rank {rank} (host a, GPU {rank})" for rank in range(4)])
     assert [named.summarize(slow)[1] for _ in range(3)][2] == message.replace("rank 2", "rank 2 (host a, GPU 2)", 1)

@@ -21,6 +21,7 @@ from titanlike.data.documents.files import File
 from titanlike.data.tokens import cache as token_cache
 from titanlike.data.tokens import chats
 from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.shards import Manifest, Shard
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.hf_folder import config_problems
 from titanlike.models.configs import all_configs
@@ -244,3 +245,18 @@ def test_tokens_are_kept_for_the_same_recipe_and_files(tmp_path: Path, monkeypat
         assert not set(files(recipe, file)) & set(expected), file
     other = dataclasses.replace(recipe, tokenizer=Tokenizer(encoding="reversed", special="both"))
     assert not set(files(other)) & set(expected)
+
+
+def test_the_fingerprint_of_token_shards_is_that_of_what_they_hold() -> None:
+    manifest = Manifest("uint16", {"fingerprint": "a"}, {"train": [Shard("x", 1, 1, "tokens", "documents")]}, {})
+    others = [
+        dataclasses.replace(manifest, dtype="uint32"),
+        dataclasses.replace(manifest, tokenizer={"fingerprint": "b"}),
+        dataclasses.replace(manifest, splits={"train": [Shard("x", 1, 1, "others", "documents")]}),
+        dataclasses.replace(manifest, splits={"train": [Shard("x", 1, 1, "tokens", "others")]}),
+    ]
+    assert len({each.fingerprint for each in (manifest, *others)}) == 5
+    same = dataclasses.replace(
+        manifest, source={"first": "a.txt"}, skipped=3, tokenizer={"fingerprint": "a", "eos": "b"}
+    )
+    assert same.fingerprint == manifest.fingerprint

@@ -3,15 +3,18 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.launching import records
+from titanlike.checkpoint import SaveResult
 from titanlike.config import UserError
 from titanlike.config.sections import Metrics, Training
-from titanlike.metrics import Monitor
+from titanlike.metrics import Monitor, model_statistics
 from titanlike.metrics.hardware import peak_flops
 from titanlike.optim.clipping import Norms
 from titanlike.optim.non_finite import NonFiniteGuard
@@ -49,10 +52,6 @@ def step(monitor: Monitor, number: int) -> None:
     monitor.step(number, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), lr=0.1)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_throughput_includes_data_wait_and_excludes_validation_and_checkpointing(tmp_path: Path, clock: Clock) -> None:
     ramp = [0, 1000, 2000, 4000, 6000, 8000]  # tokens of all steps up to one
     with build_monitor(tmp_path, num_tokens=ramp.__getitem__) as monitor:
@@ -70,6 +69,7 @@ def test_throughput_includes_data_wait_and_excludes_validation_and_checkpointing
         step(monitor, 4)
         clock.now += 1.0
         step(monitor, 5)
+    assert monitor.measured().tokens_per_second == 1000.0  # the median, without the first record
     first, second, fourth, last = records(tmp_path)
     assert [record["step"] for record in (first, second, fourth, last)] == [1, 2, 4, 5]
     assert (first["tokens_per_second"], second["tokens_per_second"]) == (250.0, 500.0)
@@ -151,6 +151,38 @@ def test_a_skipped_step_is_printed_and_recorded_in_valid_json(
     assert not {"train/loss", "train/grad_norm", "validation/loss"} & set(events.Tags()["scalars"])
 
 
+def test_a_loss_spike_is_recorded_and_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [2.0 + 0.01 * (number % 3) for number in range(20)]
+    with build_monitor(tmp_path, num_steps=25, section=Metrics(interval=1, trackers=())) as monitor:
+        for number, loss in enumerate([*losses, 9.0, 9.0, 2.0], start=1):
+            monitor.step(number, loss=torch.tensor(loss), grad_norm=torch.tensor(0.5), lr=0.1)
+    assert [record["step"] for record in records(tmp_path) if record.get("loss_spike", 0) > 10] == [21, 22]
+    output = capsys.readouterr().out
+    assert "warning: step 21: loss spike: 9.0000 is " in output and output.count("loss spike") == 1
+
+
+def test_what_a_model_counts_is_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    counter = SimpleNamespace(measure=lambda: calls.append("measure") or {}, reset=lambda: calls.append("reset"))
+    monkeypatch.setattr(model_statistics, "model_statistics", lambda *_: counter)
+    with build_monitor(tmp_path) as monitor:
+        for number in (1, 2, 3):
+            with monitor.model_statistics(number, torch.nn.Linear(1, 1)):
+                calls.append(number)
+    assert calls == ["measure", 1, "reset", "measure", 2, "reset", 3, "reset"]
+
+
+def test_saves_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with build_monitor(tmp_path) as monitor:
+        for step, error, cleanup_error in ((3, "", ""), (4, "full", ""), (5, "", "denied")):
+            monitor.record_saves([SaveResult(step, 10, 0.5, 2.0, error, cleanup_error)])
+    seconds = {"save_seconds": 2.0, "save_stall_seconds": 0.5, "save_bytes": 10}
+    assert records(tmp_path) == [{"step": 3, **seconds}, {"step": 4, "save_failed": "full"}, {"step": 5, **seconds}]
+    output = capsys.readouterr().out
+    assert "warning: saving the checkpoint of step 4 failed: full; training continues" in output
+    assert "warning: the checkpoint of step 5 is saved, but the cleanup failed: denied" in output
+
+
 def test_a_rank_without_a_folder_prints_and_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with build_monitor(None, section=TENSORBOARD) as monitor:
         step(monitor, 2)
@@ -158,17 +190,6 @@ def test_a_rank_without_a_folder_prints_and_records_nothing(capsys: pytest.Captu
         monitor.skipped(2, "the loss is nan on rank 0")
         monitor.print("x")
     assert capsys.readouterr().out == ""
-
-
-def test_tensorboard_records_the_same_values(tmp_path: Path) -> None:
-    with build_monitor(tmp_path, section=TENSORBOARD) as monitor:
-        step(monitor, 2)
-        monitor.validation(2, 1.25)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 2.5)]
-    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 1.25)]
-    assert "train/mfu" not in events.Tags()["scalars"]
 
 
 # Asynchronous copies to the host: on a GPU, a step is checked and recorded one step later. Simulated on a CPU.

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from tests.unit.datasets import batches, counting
 from titanlike.config import UserError
+from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import (
     PackedDataset,
     SequenceBatch,
@@ -105,6 +107,19 @@ def test_too_few_tokens_are_refused() -> None:
         PackedDataset(InMemoryTokens(np.arange(9, dtype=np.uint16)), 16)
     with pytest.raises(UserError, match=r"too few for held-out sequences .* one in 50 held out"):
         counting(10, held_out=True, every=50)
+    # A sequence needs its last label.
+    assert [PackedDataset(InMemoryTokens(np.arange(size)), 4).num_sequences for size in (8, 9)] == [1, 2]
+
+
+@pytest.mark.parametrize(("token", "is_refused"), [(-1, True), (0, False), (32, False), (33, True)])
+def test_tokens_that_the_model_does_not_have_are_refused(token: int, is_refused: bool) -> None:
+    source = ShuffledMixture([PackedDataset(InMemoryTokens(np.full(9, token)), 4)], seed=0, global_batch_size=2)
+    loader = BatchLoader(
+        source, global_batch_size=2, local_batch_size=2, data_rank=0, num_data_ranks=1, seed=0, vocab_size=33,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=f"the data has the token {token}, but") if is_refused else nullcontext():
+        loader.microbatches(1)
 
 
 def test_a_mixture_has_exact_shares_and_an_epoch_per_dataset() -> None:
@@ -132,6 +147,8 @@ def test_each_dataset_of_a_mixture_has_its_own_order() -> None:
     first, *others = (tuple(firsts[firsts // 1000 == number][:40] % 1000 // 4) for number in range(3))
     assert first == tuple(shuffled_epochs(np.arange(40), 40, 5))
     assert len({first, *others}) == 3
+    one, other = (ShuffledMixture([parts[0], each], [1.0] * 2, seed=5, global_batch_size=8) for each in parts[1:])
+    assert one.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1e-6, 1], [5, 3, 2, 1e-9], [1e6, 1e-6, 1e-6]])

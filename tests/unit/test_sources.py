@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,39 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
 
 def test_random_tokens_replace_a_mixture() -> None:
     assert paths_and_weights(Data(source="synthetic", mixture=("a", "b"))) == (["synthetic"], [1.0])
+
+
+def test_the_keys_of_a_mixture_reach_its_source(tmp_path: Path) -> None:
+    paths = tuple(str(texts(tmp_path / name, **{name: f"text {name} " * 20, "c": "another " * 20})) for name in "ab")
+    ramp: Any = ((2, 1),)
+
+    def opened(tokenizer: Any = BYTES, *, validate: bool = False, **others: Any) -> Any:
+        keys: dict[str, Any] = dict(source="stream", mixture=paths, weights=(3.0, 1.0), holdout_every=2)
+        return open_sources(
+            Data(**keys | others), tokenizer, seq_len=4, global_batch_size=2, seed=0, validate=validate, batch_ramp=ramp
+        )
+
+    text = opened(source="text", validate=True)
+    assert (text.training.weights, text.validation.weights) == ([3.0, 1.0], [3.0, 1.0])
+    assert [each.holdout_every for each in text.training.datasets] == [2, 2]
+    with_validation = opened(source="text", validation_path=paths[0], validate=True)
+    assert [each.holdout_every for each in with_validation.training.datasets] == [0, 0]
+    stream = opened(workers=3).training
+    assert (stream.weights, stream.workers) == ([3.0, 1.0], 3)
+    assert text.training.batch_sizes.of(1) == stream.batch_sizes.of(1) == 1
+    changes: list[dict[str, Any]] = [
+        {}, dict(weights=(1.0, 1.0)), dict(text_field="body"), dict(prompt_field="ask"), dict(mixture=paths[:1] * 2),
+        dict(tokenizer=SimpleNamespace(fingerprint="of another one")),
+    ]  # fmt: skip
+    assert len({opened(**each).training.fingerprint for each in changes}) == len(changes)
+    for path in paths:
+        Path(path, "c.txt").write_bytes(b"abc\xff")
+    stopping, skipping = opened().training, opened(bad_records="skip").training
+    with pytest.raises(UserError, match="not UTF-8"):
+        for step in range(1, 200):
+            stopping.read(step, range(stopping.batch_sizes.of(step)))
+    for step in range(1, 200):
+        skipping.read(step, range(skipping.batch_sizes.of(step)))
 
 
 def test_shards_are_not_read_as_text(tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ def test_bad_records_are_errors_or_skipped_with_a_warning(tmp_path: Path, capsys
     assert warnings.count("warning: skipped ") == 2
     assert "part00.jsonl, line 4: not JSON" in warnings
     assert "part00.jsonl, line 8: no field 'text'; its fields are txt; set data.text_field" in warnings
+    Path(file.name).write_text("\n".join([*lines[:2], *["{"] * (stream.MAX_WARNINGS + 3)]))
+    open_stream([[file]], skip_bad=True).read(1, range(8))
+    warnings = capsys.readouterr().err
+    assert warnings.count("warning: skipped ") == stream.MAX_WARNINGS + 1
+    assert warnings.endswith(f"warning: skipped more records of {file.name}\n")
 
 
 def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:

@@ -260,13 +260,17 @@ def test_prometheus_serves_the_latest_values_and_counts_events() -> None:
     endpoint.log(4, {"loss": None, "grad_norm": 1.0})
     endpoint.log(4, {"validation_loss": 2.5})
     endpoint.log(2, {"save_failed": "No space left on device"})
+    endpoint.log(5, {"skipped": "the loss is nan on rank 1", "validation_loss": None, "layers/grad_norm/norm": 1.0})
+    endpoint.log(5, {"skipped": "the loss is nan on rank 1"})
+    for _ in range(3):
+        endpoint.log(5, {"loss_spike": 12.0})
     found = scrape(port)
-    assert math.isnan(found.pop("titanlike_loss"))
+    assert math.isnan(found.pop("titanlike_loss")) and math.isnan(found.pop("titanlike_validation_loss"))
     assert time.time() - found.pop("titanlike_last_record_timestamp_seconds") < 300
     assert found == {
-        "titanlike_step": 4, "titanlike_num_steps": 9, "titanlike_grad_norm": 1, "titanlike_validation_loss": 2.5,
-        "titanlike_evaluation_a_acc": 0.5, "titanlike_non_finite_total": 1, "titanlike_failed_saves_total": 1,
-        "titanlike_loss_spikes_total": 0,
+        "titanlike_step": 4, "titanlike_num_steps": 9, "titanlike_grad_norm": 1, "titanlike_loss_spike": 12,
+        "titanlike_evaluation_a_acc": 0.5, "titanlike_non_finite_total": 3, "titanlike_failed_saves_total": 1,
+        "titanlike_loss_spikes_total": 3,
     }  # fmt: skip
     endpoint.close()
     with pytest.raises(OSError, match="refused"):

@@ -1,5 +1,7 @@
 """Diagnosis of missing ranks from heartbeats, and the watchdog in a single process and in two."""
 
+import dataclasses
+import json
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.pool import Pool
-from titanlike.distributed.heartbeat import diagnose_missing_ranks, format_ranks
+from titanlike.distributed.heartbeat import HeartbeatThread, diagnose_missing_ranks, format_ranks
 from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Heartbeat, Watchdog, group_timeout, stack_location
 from titanlike.utils.compat import flight_records
 
@@ -57,8 +59,26 @@ def test_rarest_location_at_the_same_step_comes_first() -> None:
 
 
 def test_finished_rank_is_named() -> None:
-    found = diagnose_missing_ranks({0: heartbeat(57), 1: heartbeat(56, finished=True)}, [], now=1000.0)
-    assert found[0] == "rank 1 left the training loop at step 56"
+    finished = {1: heartbeat(56, finished=True), 2: heartbeat(57, finished=True)}
+    found = diagnose_missing_ranks({0: heartbeat(57), **finished}, [], now=1000.0)
+    assert found[0] == "ranks 1-2 left the training loop at step 56"
+
+
+def test_a_rank_is_silent_if_its_heartbeat_does_not_change_over_a_series_of_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, thread = dist.HashStore(), HeartbeatThread(heartbeat(1), 0, 4, interval=1, timeout=5)
+    changes = {1: 0, 2: 0}  # of ranks; rank 2 has finished, and rank 3 has no heartbeat
+    for now, silence, expected in (
+        (10, 3, []), (13, 3, []), (14, 3, [1, 3]), (14, None, []), (16, None, [1, 3]), (22, None, []), (26, None, []),
+        (28, None, [1, 3]),
+    ):  # fmt: skip
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        for rank, step in {0: now, **changes}.items():
+            store.set(str(rank), json.dumps(dataclasses.asdict(heartbeat(step, finished=rank == 2))))
+        heartbeats, silent = thread.read_all(store, silence)
+        assert silent == expected, now
+        assert [bool(each) for each in heartbeats.values()] == [True, True, True, False]
 
 
 def test_number_of_lines_is_limited() -> None:
@@ -220,7 +240,7 @@ def _first_heartbeats(folder: Path) -> list[bool]:
         dist.barrier()
         found = watchdog._heartbeats.call(watchdog._heartbeats.read_all) if dist.get_rank() == 0 else None
         dist.barrier()
-    return [] if found is None else [bool(heartbeat) for heartbeat in found[0].values()]
+    return [] if found is None else [bool(heartbeat and heartbeat.time) for heartbeat in found[0].values()]
 
 
 def test_every_rank_in_the_training_loop_has_published_a_heartbeat(
