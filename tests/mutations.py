@@ -289,28 +289,28 @@ def table(results: Iterable[dict[str, Any]]) -> str:
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("map", "run", "known", "table"))
+    parser.add_argument("action", choices=("map", "run", "known", "table"))
     parser.add_argument("--files", nargs="*", default=["*.py"], help="run: patterns of files (default: the core)")
     parser.add_argument("--number", type=int, default=20, help="run: number of errors (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="run: which errors are drawn (default: 0)")
     options = parser.parse_args()
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results = {Mutation(*(each[name] for name in Mutation._fields)): each for each in lines}
-    if options.command == "table":
+    if options.action == "table":
         print(table(results.values()))
         return 0
 
     def record(error: Mutation, found: str) -> None:
-        seed = "known" if options.command == "known" else options.seed
+        seed = "known" if options.action == "known" else options.seed
         with RESULTS.open("a") as out:
             out.write(json.dumps(error._asdict() | {"found": found, "seed": seed}, ensure_ascii=False) + "\n")
         print(f"{error.file} {error.function} {error.kind}: {found or 'NOT FOUND'}", flush=True)
 
-    chosen = known_errors() if options.command == "known" else drawn(options.files, options.number, options.seed)
+    chosen = known_errors() if options.action == "known" else drawn(options.files, options.number, options.seed)
     left = [error for error in chosen if not any(results.get(error, {}).get(key) for key in ("found", "equivalent"))]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copied = Copy(Path(folder))
-        record_map(copied) if options.command == "map" else evaluate(left, copied, record)
+        record_map(copied) if options.action == "map" else evaluate(left, copied, record)
     return 0
 
 
