@@ -63,10 +63,8 @@ def changes(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, ast.AST]]:
     match node:
         case ast.Constant(value=bool(value)):
             yield "constant", ast.Constant(not value)
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value) | float(value)):
             yield "constant", ast.Constant(value + 1)
-        case ast.Constant(value=float(value)):
-            yield "constant", ast.Constant(2 * value or 1.0)
         case ast.Name(id=name) if name in OTHER:
             yield "name", changed(id=OTHER[name])
         case ast.Attribute(attr=name) if name in OTHER:
@@ -286,8 +284,8 @@ def table(results: Iterable[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *left])
 
 
-def main() -> int:
-    """Returns the exit code."""
+def main() -> None:
+    """Does what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("map", "run", "known", "table"))
     parser.add_argument("--files", nargs="*", default=["*.py"], help="run: patterns of files (default: the core)")
@@ -297,8 +295,7 @@ def main() -> int:
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results = {Mutation(*(each[name] for name in Mutation._fields)): each for each in lines}
     if options.action == "table":
-        print(table(results.values()))
-        return 0
+        return print(table(results.values()))
 
     def record(error: Mutation, found: str) -> None:
         seed = "known" if options.action == "known" else options.seed
@@ -311,8 +308,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copied = Copy(Path(folder))
         record_map(copied) if options.action == "map" else evaluate(left, copied, record)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
