@@ -60,6 +60,13 @@ def test_nulls_are_absent_on_every_level() -> None:
     assert [message["content"] for message in conversation_of(both | {"completion": ""}).messages] == ["a", "b"]
 
 
+def test_each_role_and_each_name_of_the_messages_is_known() -> None:
+    for field in ("messages", "conversations", "conversation"):
+        roles = ("system", "developer", "user", "assistant")
+        found = conversation_of({field: [{"role": role, "content": role} for role in roles]})
+        assert [message["role"] for message in found.messages] == list(roles)
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

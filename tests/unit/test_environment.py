@@ -86,13 +86,14 @@ def test_restarts_and_launch_id_need_rank_variables() -> None:
 
 
 def test_child_environment_has_no_variables_of_the_parent_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = {
-        "HOME": "/", "RANK": "1", "TITANLIKE_LAUNCH_ID": "id", "TORCHELASTIC_MAX_RESTARTS": "3", "MAX_RESTARTS": "3",
-    }  # fmt: skip
-    monkeypatch.setattr("os.environ", parent)
+    names = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SLURM_PROCID SLURM_NTASKS SLURM_JOB_NUM_NODES MAX_RESTARTS "
+        "TORCHELASTIC_MAX_RESTARTS TITANLIKE_ELASTIC TITANLIKE_LAUNCH_ID TITANLIKE_LAUNCHER_PID"
+    )
+    monkeypatch.setattr("os.environ", {"HOME": "/"} | dict.fromkeys(names.split(), "1"))
     assert child_environment({"NPROC": "2"}) == {"HOME": "/", "NPROC": "2"}
     set_launch_id()
-    assert os.environ["TITANLIKE_LAUNCH_ID"] != "id"
+    assert os.environ["TITANLIKE_LAUNCH_ID"] != "1"
 
 
 def test_the_parent_is_the_launcher_whoever_has_adopted_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import base64
 import copy
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from titanlike.checkpoint import CheckpointMetadata
+from titanlike.checkpoint import CheckpointMetadata, optimizer_values
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import validate
 from titanlike.config.distill import DistillRecipe
@@ -23,11 +24,13 @@ from titanlike.data.tokens import chats
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.shards import Manifest, Shard
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.interop.hf_folder import config_problems
+from titanlike.interop import generation_config
+from titanlike.interop.hf_folder import KEY_TYPES, config_problems, read_config
 from titanlike.models.configs import all_configs
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.run import changes, likeliest_tokens, reference
 from titanlike.run.run_dir import recipe_as_json
+from titanlike.run.start import Arguments
 from titanlike.tools.programs import recipe_types
 
 # exact: may change. inexact: may change, and the resumed run is not bit-exact. refused: changes training. tensors: refused, and
@@ -260,3 +263,65 @@ def test_the_fingerprint_of_token_shards_is_that_of_what_they_hold() -> None:
         manifest, source={"first": "a.txt"}, skipped=3, tokenizer={"fingerprint": "a", "eos": "b"}
     )
     assert same.fingerprint == manifest.fingerprint
+
+
+def test_each_option_that_is_no_key_needs_a_value() -> None:
+    for name in ("recipe", "check", "preflight", "hardware"):
+        with pytest.raises(UserError, match=f"--{name} needs a value"):
+            Arguments([f"--{name}"])
+    assert Arguments(["--another"]).overrides == {"another": ""}  # reported as unknown
+
+
+def test_the_ids_of_a_config_are_those_of_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**ids, "hidden_size": 5}))
+    monkeypatch.setattr(generation_config, "files_of", lambda _: [tmp_path / "tokenizer.json"])
+    tokenizer: Any = SimpleNamespace(section=Tokenizer())
+    assert generation_config._source(tokenizer) == ({**ids, "do_sample": True}, [2, 3])
+
+
+def test_each_key_of_a_config_has_its_type(tmp_path: Path) -> None:
+    """Of all families, and those that only published configs have."""
+    found: dict[str, bool] = {}  # whether a value of another type is refused
+    nested = {"original_max_position_embeddings": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    for config in all_configs():
+        values = config().to_hugging_face()
+        tables = {name: table for name, table in values.items() if isinstance(table, dict)}
+        for outer, table in (
+            ("", values | {"_sliding_window_pattern": 1, "rope_scaling": nested}),
+            ("rope_scaling", nested),
+            *tables.items(),
+        ):
+            for key, value in table.items():
+                wrong = {bool: 1, int: "1", float: "1", dict: [], list: {}}.get(type(value))
+                if wrong is None:
+                    continue
+                (tmp_path / "config.json").write_text(
+                    json.dumps(values | {outer or key: table | {key: wrong} if outer else wrong})
+                )
+                try:
+                    read_config(tmp_path, all_configs())
+                    found[key] = False
+                except UserError as error:
+                    found[key] = f"config.json: {key} = " in str(error) and " is not " in str(error)
+    assert {name for names, *_ in KEY_TYPES for name in names} <= found.keys()
+    # Their values are compared, or not read.
+    assert {key for key, is_refused in found.items() if not is_refused} == {
+        *(
+            "attention_probs_dropout_prob",
+            "attn_pdrop",
+            "decoder_bias",
+            "dropout_rate",
+            "embd_pdrop",
+            "hidden_dropout_prob",
+        ),
+        *("initializer_range", "is_encoder_decoder", "n_ctx", "num_nextn_predict_layers", "output_router_logits"),
+        *("pad_token_id", "pretraining_tp", "reorder_and_upcast_attn", "resid_pdrop", "rope_interleave"),
+        *("router_aux_loss_coef", "scale_attn_weights", "use_cache"),
+    }
+
+
+def test_the_options_of_a_parameter_group_that_are_saved() -> None:
+    """The learning rate is that of the recipe and the step."""
+    options = dict.fromkeys(("params", "lr", "initial_lr", "betas", "weight_decay"), 1.0)
+    assert optimizer_values._comparable(options).keys() == {"betas", "weight_decay"}
