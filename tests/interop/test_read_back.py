@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
-from tests.interop.models import CONFIGS, ENCODERS, LLAMA, export_model, model_of
+from tests.interop.models import CONFIGS, ENCODERS, LLAMA, T5, export_model, model_of
 from titanlike.config import UserError
 from titanlike.interop.hf_folder import config_problems, read_config
 from titanlike.interop.hf_folder import fields_of as recipe_fields
@@ -157,6 +157,79 @@ def test_groups_of_one_expert_have_no_score() -> None:
         config = DeepseekV3Config(num_expert_groups=8, groups_per_token=per_token)
         [problem] = config.problems()
         assert problem.startswith("model.num_expert_groups = 8 are groups of 1 expert") and "use 4 or fewer" in problem
+
+
+# Keys that transformers' configs have, and that no logit depends on, or on others in their place. Those of a family are
+# besides those of all.
+OF_ALL = {
+    *(
+        "_name_or_path",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "model_type",
+    ),
+    *("is_encoder_decoder", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict"),
+    *("transformers_version", "use_cache"),
+}
+OF_QWEN = {"max_window_layers", "sliding_window"}
+OF_GEMMA = {"hidden_act", "sliding_window_pattern"}
+OF_EXPERTS = {"output_router_logits", "router_aux_loss_coef"}
+OF_DEEPSEEK = {*OF_EXPERTS, "head_dim", "pretraining_tp", "qk_head_dim"}
+WITHOUT_EFFECT = {
+    "llama": {"pretraining_tp"}, "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
+    "gemma3": {*OF_GEMMA, "_sliding_window_pattern"}, "mixtral": OF_EXPERTS, "gpt_oss": OF_EXPERTS,
+    "qwen3_moe": {*OF_EXPERTS, "intermediate_size", "num_local_experts"}, "deepseek_v2": OF_DEEPSEEK,
+    "deepseek_v3": {*OF_DEEPSEEK, "num_nextn_predict_layers"},
+    "gpt": {
+        *("attn_pdrop", "embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop", "summary_activation"),
+        *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    },
+    "bert": {"attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"},
+    "modernbert": {
+        *("classifier_dropout", "classifier_pooling", "cls_token_id", "deterministic_flash_attn", "global_attn_every_n_layers"),
+        *("initializer_cutoff_factor", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
+    },
+    "t5": {
+        *("classifier_dropout", "dense_act_fn", "dropout_rate", "initializer_factor", "is_decoder", "is_gated_act"),
+        "tie_word_embeddings",
+    },
+}  # fmt: skip
+
+
+def changed(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return 2 * value + 1
+        case str() | None:
+            return "another" if value else 1
+    return value
+
+
+def test_each_key_of_a_config_is_read_or_refused_or_has_no_effect(tmp_path: Path) -> None:
+    """A value that a family does not support is not ignored. The keys are those of transformers."""
+
+    def read(values: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        try:
+            return read_config(tmp_path, all_configs())
+        except UserError:
+            return None
+
+    ignored: dict[str, set[str]] = {}
+    for config in (*CONFIGS.values(), *ENCODERS.values(), T5):
+        expected = read(config.to_hugging_face())
+        values = AutoConfig.from_pretrained(tmp_path).to_dict() | config.to_hugging_face()
+        others = {key: changed(value) for key, value in values.items()}
+        found = {
+            key for key, other in others.items() if other != values[key] and read(values | {key: other}) == expected
+        }
+        ignored[config.name] = found & ignored.get(config.name, found)
+    assert not {name: left for name, keys in ignored.items() if (left := keys - OF_ALL - WITHOUT_EFFECT[name])}
 
 
 LLAMA3 = {

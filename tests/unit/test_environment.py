@@ -83,6 +83,7 @@ def test_restarts_and_launch_id_need_rank_variables() -> None:
     found = rank_info(TORCHRUN | torchelastic)
     assert (found.restart_count, found.max_restarts, found.launch_id) == (1, 3, "id")
     assert rank_info(torchelastic) == RankInfo()  # variables left in a shell
+    assert rank_info({"TITANLIKE_ELASTIC": "1"}) == RankInfo(is_elastic=True)
 
 
 def test_child_environment_has_no_variables_of_the_parent_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops import flex_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tests.training import Operations
 from titanlike.models import grouped_matmul as grouped
@@ -21,6 +23,7 @@ from titanlike.models.moe import build_feed_forward
 from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias
+from titanlike.parallelisms import activation_checkpoint
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.mixed_precision import cast_parameters
@@ -411,6 +414,29 @@ def test_selective_checkpointing_keeps_what_the_host_reads() -> None:
             read_again, cast_again = keep_for_recomputation(read), x.float()
         assert read_again is read_first and len(calls) == 1
         torch.testing.assert_close(cast_again, cast)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_selective_checkpointing_saves_expensive_operators(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attention kernel and collective, and of matmuls, every second one."""
+    monkeypatch.setattr(activation_checkpoint, "create_selective_checkpoint_contexts", lambda policy: policy)
+    policy: Any = _selective_contexts(first)
+
+    def is_saved(operator: Any, is_recompute: bool = False) -> bool:
+        return policy(SimpleNamespace(is_recompute=is_recompute), operator) == CheckpointPolicy.MUST_SAVE
+
+    aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+    always = [
+        aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+        c10d.all_gather_into_tensor, c10d.all_reduce, c10d.all_to_all_single, c10d.reduce_scatter_tensor,
+    ]  # fmt: skip
+    assert all(map(is_saved, [flex_attention, *(each.default for each in always), "torch_attn._varlen_attn.default"]))
+    assert not is_saved(aten.add.Tensor)
+    matmuls = [aten.mm, aten.addmm, aten._scaled_mm, torch.ops.titanlike.grouped_matmul]
+    for is_recompute in (False, True):  # each counts by itself
+        found = [is_saved(each.default, is_recompute) for each in matmuls]
+        assert found == [first == 1, first == 2] * 2
 
 
 def test_the_gradient_of_a_group_without_rows_is_zero() -> None:

@@ -195,6 +195,12 @@ def test_every_head_bounds_its_logits_and_its_loss(head_class: Any) -> None:
     torch.testing.assert_close(loss, z_loss_reference(logits, labels, 0.0))
 
 
+@pytest.mark.parametrize("head", [LMHead(DIM, VOCAB), TiedLMHead(nn.Embedding(VOCAB, DIM))])
+def test_a_head_without_options_returns_the_summed_cross_entropy(head: Any) -> None:
+    x, _, labels = inputs()
+    torch.testing.assert_close(head(x, labels), z_loss_reference(x @ head.weight.t(), labels, 0.0))
+
+
 def test_without_gradients_there_is_no_z_loss() -> None:
     x, weight, labels = inputs()
     with torch.no_grad():

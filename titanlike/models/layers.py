@@ -88,7 +88,6 @@ class LMHead(nn.Linear):
 
     casts_parameters = True
     loss = HeadLoss()
-    soft_cap = 0.0
 
     def __init__(self, dim: int, vocab_size: int, *, bias: bool = False, soft_cap: float = 0.0, **factory: Any) -> None:
         super().__init__(dim, vocab_size, bias=bias, **factory)
