@@ -1,6 +1,7 @@
 """Checkpoint locations that are full, read-only or unreachable when a run resumes, and names that are taken by something else."""
 
 import errno
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -187,6 +188,11 @@ def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
     reader.files.mv(f"{reader.root}/step-00000001/manifest.json", f"{reader.root}/step-00000001/manifest.json.archived")
     reader.begin(5, 1)  # keeps one whose archiving was interrupted
     assert (tmp_path / "shared/step-00000001/manifest.json.archived").exists()
+    downloads = reader._downloads
+    assert downloads.exists()
+    del reader, store
+    gc.collect()
+    assert not downloads.exists()
 
 
 def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -323,43 +323,88 @@ def test_a_module_with_other_parameters_than_its_config_describes_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters"),
-    [
-        ("2.5-0.5B", 494_032_768),
-        ("2.5-1.5B", 1_543_714_304),
-        ("2.5-3B", 3_085_938_688),
-        ("2.5-7B", 7_615_616_512),
-        ("2.5-14B", 14_770_033_664),
-        ("2.5-32B", 32_763_876_352),
-        ("2.5-72B", 72_706_203_648),
+    ("kind", "size", "parameters", "heads", "max_seq_len", "rope"),
+    [  # heads of queries, and of keys and values; theta and scaling
+        (LlamaConfig, "3-8B", 8_030_261_248, (32, 8), 8192, (500000.0, 1.0)),
+        (LlamaConfig, "3-70B", 70_553_706_496, (64, 8), 8192, (500000.0, 1.0)),
+        (LlamaConfig, "3.1-8B", 8_030_261_248, (32, 8), 131072, (500000.0, 8.0)),
+        (LlamaConfig, "3.1-70B", 70_553_706_496, (64, 8), 131072, (500000.0, 8.0)),
+        (LlamaConfig, "3.1-405B", 405_853_388_800, (128, 8), 131072, (500000.0, 8.0)),
+        (LlamaConfig, "3.2-1B", 1_235_814_400, (32, 8), 131072, (500000.0, 32.0)),
+        (LlamaConfig, "3.2-3B", 3_212_749_824, (24, 8), 131072, (500000.0, 32.0)),
+        (Qwen2Config, "2.5-0.5B", 494_032_768, (14, 2), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-1.5B", 1_543_714_304, (12, 2), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-3B", 3_085_938_688, (16, 2), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-7B", 7_615_616_512, (28, 4), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-14B", 14_770_033_664, (40, 8), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-32B", 32_763_876_352, (40, 8), 32768, (1000000.0, 1.0)),
+        (Qwen2Config, "2.5-72B", 72_706_203_648, (64, 8), 32768, (1000000.0, 1.0)),
+        (Qwen3Config, "0.6B", 596_049_920, (16, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3Config, "1.7B", 1_720_574_976, (16, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3Config, "4B", 4_022_468_096, (32, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3Config, "8B", 8_190_735_360, (32, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3Config, "14B", 14_768_307_200, (40, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3Config, "32B", 32_762_123_264, (64, 8), 40960, (1000000.0, 1.0)),
+        (Qwen3MoeConfig, "30B-A3B", 30_532_122_624, (32, 4), 40960, (1000000.0, 1.0)),
+        (Qwen3MoeConfig, "235B-A22B", 235_093_634_560, (64, 4), 40960, (1000000.0, 1.0)),
+        (MixtralConfig, "8x7B", 46_702_792_704, (32, 8), 32768, (1000000.0, 1.0)),
+        (MixtralConfig, "8x22B", 140_620_634_112, (48, 8), 65536, (1000000.0, 1.0)),
+        (DeepseekV2Config, "Lite", 15_706_484_224, (16, 16), 163840, (10000.0, 40.0)),
+        (DeepseekV2Config, "236B", 235_741_434_880, (128, 128), 163840, (10000.0, 40.0)),
+        (DeepseekV3Config, "671B", 671_026_419_200, (128, 128), 163840, (10000.0, 40.0)),
+        (DeepseekV3Config, "Moonlight-16B", 15_960_110_208, (16, 16), 8192, (50000.0, 1.0)),
+        (GptOssConfig, "20B", 20_914_757_184, (64, 8), 131072, (150000.0, 32.0)),
+        (GptOssConfig, "120B", 116_829_156_672, (64, 8), 131072, (150000.0, 32.0)),
+        (Gemma2Config, "2B", 2_614_341_888, (8, 4), 8192, (10000.0, 1.0)),
+        (Gemma2Config, "9B", 9_241_705_984, (16, 8), 8192, (10000.0, 1.0)),
+        (Gemma2Config, "27B", 27_227_128_320, (32, 16), 8192, (10000.0, 1.0)),
+        (Gemma3Config, "270M", 268_098_176, (4, 1), 32768, (1000000.0, 1.0)),
+        (Gemma3Config, "1B", 999_885_952, (4, 1), 32768, (1000000.0, 1.0)),
+        (Gemma3Config, "4B", 3_880_263_168, (8, 4), 131072, (1000000.0, 8.0)),
+        (Gemma3Config, "12B", 11_766_034_176, (16, 8), 131072, (1000000.0, 8.0)),
+        (Gemma3Config, "27B", 27_009_346_304, (32, 16), 131072, (1000000.0, 8.0)),
+        (GPTConfig, "124M", 124_439_808, (12, 12), 1024, (0.0, 1.0)),
+        (GPTConfig, "355M", 354_823_168, (16, 16), 1024, (0.0, 1.0)),
+        (GPTConfig, "774M", 774_030_080, (20, 20), 1024, (0.0, 1.0)),
+        (GPTConfig, "1.5B", 1_557_611_200, (25, 25), 1024, (0.0, 1.0)),
+        (GPTConfig, "1.3B", 1_315_723_264, (16, 16), 2048, (0.0, 1.0)),
+        (GPTConfig, "2.7B", 2_651_553_280, (32, 32), 2048, (0.0, 1.0)),
+        (GPTConfig, "6.7B", 6_658_404_352, (32, 32), 2048, (0.0, 1.0)),
+        (GPTConfig, "13B", 12_853_386_240, (40, 40), 2048, (0.0, 1.0)),
+        (GPTConfig, "175B", 174_604_259_328, (96, 96), 2048, (0.0, 1.0)),
     ],
-)
-def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, parameters: int) -> None:
-    assert Qwen2Config(**{"size": size, **QWEN2_SIZES[size]}).num_parameters() == parameters
+)  # fmt: skip
+def test_sizes_are_the_published_ones(
+    kind: Any, size: str, parameters: int, heads: tuple[int, int], max_seq_len: int, rope: tuple[float, float]
+) -> None:
+    """With the biases of the routers of DeepSeek-V3, as in transformers."""
+    config = kind(**{"size": size, **kind.sizes[size]})
+    assert config.num_parameters() == parameters
+    assert (config.num_heads, getattr(config, "num_kv_heads", config.num_heads)) == heads
+    assert config.max_seq_len == max_seq_len
+    assert (getattr(config, "rope_theta", 0.0), getattr(config, "rope_scaling", 1.0)) == rope
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "parameters", "active"),
+    ("kind", "size", "active"),
     [
-        (Qwen3MoeConfig, "30B-A3B", 30_532_122_624, 3.3e9),
-        (Qwen3MoeConfig, "235B-A22B", 235_093_634_560, 22e9),
-        (MixtralConfig, "8x7B", 46_702_792_704, 12.9e9),
-        (MixtralConfig, "8x22B", 140_620_634_112, 39e9),
-        # Those of the module of transformers, with the biases of the routers of DeepSeek-V3.
-        (DeepseekV2Config, "Lite", 15_706_484_224, 2.66e9),
-        (DeepseekV2Config, "236B", 235_741_434_880, 21.4e9),
-        (DeepseekV3Config, "671B", 671_026_419_200, 37.5e9),
-        (DeepseekV3Config, "Moonlight-16B", 15_960_110_208, 2.91e9),
-        (GptOssConfig, "20B", 20_914_757_184, 4.19e9),
-        (GptOssConfig, "120B", 116_829_156_672, 5.71e9),
+        (Qwen3MoeConfig, "30B-A3B", 3.3e9),
+        (Qwen3MoeConfig, "235B-A22B", 22e9),
+        (MixtralConfig, "8x7B", 12.9e9),
+        (MixtralConfig, "8x22B", 39e9),
+        (DeepseekV2Config, "Lite", 2.66e9),
+        (DeepseekV2Config, "236B", 21.4e9),
+        (DeepseekV3Config, "671B", 37.5e9),
+        (DeepseekV3Config, "Moonlight-16B", 2.91e9),
+        (GptOssConfig, "20B", 4.19e9),
+        (GptOssConfig, "120B", 5.71e9),
     ],
 )
-def test_sizes_with_experts_have_the_published_parameter_counts(
-    kind: type[MoeConfig], size: str, parameters: int, active: float
+def test_sizes_with_experts_have_the_published_active_parameters(
+    kind: type[MoeConfig], size: str, active: float
 ) -> None:
-    """And those that a token multiplies with, which are published in billions."""
+    """Those that a token multiplies with, in billions."""
     config = kind(**{"size": size, **kind.sizes[size]})
-    assert config.num_parameters() == parameters
     assert config.num_matmul_parameters() + config.vocab_size * config.dim == pytest.approx(active, rel=0.02)
 
 
