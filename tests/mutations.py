@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors
 PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider"
 # This test finds each known error, because it looks for the correct code.
 PYTEST += " --deselect=tests/unit/test_structure.py::test_known_errors_match_the_code"
-FIRST_SECONDS = 60  # of the tests that an error meets alone
+FIRST_SECONDS = 30  # of the tests that an error meets alone
 TIMEOUTS = ("3000", "600")  # seconds of all tests and of some; an error may make a test wait forever
 
 PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
@@ -78,7 +79,8 @@ def changes(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, ast.AST]]:
                 yield "operator", changed(op=getattr(ast, OTHER[type(operator).__name__])())
         case ast.Call():
             first, second = [*node.args, None, None][:2]
-            if second and not any(isinstance(each, ast.Starred) for each in (first, second)):
+            is_symmetric = ast.unparse(node.func) in ("max", "min")
+            if second and not is_symmetric and not any(isinstance(each, ast.Starred) for each in (first, second)):
                 yield "arguments", changed(args=[second, first, *node.args[2:]])
             for each in node.keywords:
                 yield "keyword", changed(keywords=[kept for kept in node.keywords if kept is not each])
@@ -176,7 +178,7 @@ class Copy:
         with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a process that is left would hold open
             code = subprocess.call(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output)
             output.seek(0)
-            failed = [line.split()[1] for line in output if line.startswith(("FAILED ", "ERROR "))]
+            failed = re.findall(r"^(?:FAILED|ERROR) ([^\s[]+(?:\[.*?\])?)(?: - |$)", output.read(), re.MULTILINE)
         return failed or [f"exit code {code}"] * (code not in (0, 5))  # 5: no test is selected
 
 
@@ -206,14 +208,22 @@ if os.path.exists(root + "called"):
 """
 
 
+def current_map() -> tuple[dict[str, Any], set[str]]:
+    """Returns the map of the files of tests that have not changed, and the others. A file is named with its checksum."""
+    paths = (ROOT / "tests").rglob("test_*.py")
+    files = {f"{path.relative_to(ROOT)} {zlib.crc32(path.read_bytes())}" for path in paths}
+    recorded = json.loads(MAP.read_text()) if MAP.exists() else {}
+    return {file: recorded[file] for file in files & recorded.keys()}, files - recorded.keys()
+
+
 def record_map(copied: Copy) -> None:
     """Writes which functions each default test calls, in any process, and its seconds."""
-    found: dict[str, Any] = json.loads(MAP.read_text()) if MAP.exists() else {}
+    found, changed = current_map()
     MAP.parent.mkdir(exist_ok=True)
-    for file in sorted({str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")} - found.keys()):
+    for file in sorted(changed):
         called = copied.folder / "called"
         called.write_text("")
-        failed, _ = copied.test([], [file], "-n", "0", "-p", "sitecustomize")
+        failed, _ = copied.test([], [file.split()[0]], "-n", "0", "-p", "sitecustomize")
         found[file] = {}
         _, *parts = re.split("^> ", called.read_text().replace(".<locals>", ""), flags=re.MULTILINE)
         for part, following in itertools.pairwise(part.splitlines() for part in parts):
@@ -240,7 +250,7 @@ def tests_of(error: Mutation, called: dict[str, Any]) -> list[str]:
 
 def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, str], None]) -> None:
     """Tests each error alone and then the others together, and records what finds them."""
-    called = json.loads(MAP.read_text()) if MAP.exists() else {}
+    called, _ = current_map()
     left = []
     for error in errors:
         tests = tests_of(error, called)
@@ -251,7 +261,8 @@ def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, s
     while left:
         print(f"{len(left)} errors are planted together", flush=True)
         failed, together = copied.test(left, [])
-        tests = [test for test in failed[:20] if not test.startswith("exit code")]  # without any, all tests
+        some = failed[:: len(failed) // 20 + 1]
+        tests = [test for test in some if not test.startswith("exit code")]  # without any, all tests
         alone = {error: copied.test([error], tests, "-x", "-n", "0")[0] for error in together if failed}
         found = [error for error in together if alone.get(error)] or together
         for error in found:
