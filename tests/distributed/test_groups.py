@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,8 @@ from tests.pool import Ranks
 from tests.training import mesh_of
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
-from titanlike.distributed import collectives, process_group
+from titanlike.distributed import collectives, environment, process_group
+from titanlike.distributed.environment import RankInfo
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.planning.torch_internals import fake_process_group
 
@@ -181,6 +183,38 @@ def test_nccl_connects_at_start_and_is_aborted_after_a_failure(monkeypatch: pyte
         raise ZeroDivisionError
     started = ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
     assert calls == [started, ("destroy", None), started, ("abort", None)]
+
+
+OF_TORCH = {"store": "rendezvous", "rank": 2, "world_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (RankInfo(), {"store": "in memory", "rank": 0, "world_size": 1}),
+        (RankInfo(started_by_launcher=True, restart_count=1), {}),  # torch uses that of the launcher
+        (RankInfo(started_by_launcher=True, launch_id="a"), {}),
+        (
+            RankInfo(started_by_launcher=True, launch_id="a", restart_count=1),
+            OF_TORCH | {"store": ("restart-1", "rendezvous")},
+        ),
+        (RankInfo(started_by_launcher=True, is_elastic=True), OF_TORCH),
+    ],
+)
+def test_each_start_has_a_store_of_its_own_and_the_timeout_of_the_recipe(
+    ranks: RankInfo, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout, found = datetime.timedelta(seconds=7), {}
+    monkeypatch.setattr(environment, "rank_info", lambda: ranks)
+    monkeypatch.setattr(dist, "HashStore", lambda: "in memory")
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: (prefix, store))
+    monkeypatch.setattr(
+        dist, "rendezvous", lambda _, timeout: iter([("rendezvous", 2, 5)] if timeout.seconds == 7 else [])
+    )
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update(options))
+    kept: Any = process_group._init_process_group(torch.device("cpu"), 7.0)
+    assert found == expected | {"timeout": timeout}
+    assert kept == ("rendezvous" if ranks.is_elastic else None)
 
 
 def test_a_job_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:

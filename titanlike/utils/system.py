@@ -178,7 +178,7 @@ def port_is_free(port: int) -> bool:
 
 def address_towards(host: str, port: int) -> str:
     """Returns the address of this machine from which it reaches another one. Sends nothing."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(host, port)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
