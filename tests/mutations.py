@@ -234,36 +234,40 @@ def record_map(copied: Copy) -> None:
 
 def tests_of(error: Mutation, called: dict[str, Any]) -> list[str]:
     """Returns tests that call the function, or else another one of its file, those first that call few others."""
-    tests = {test: each for of_file in called.values() for test, each in of_file.items()}
     ranked = sorted(
         (f"{error.file} {error.function}" not in each["functions"], len(each["functions"]), test)
-        for test, each in tests.items()
+        for test, each in called.items()
         if any(name.startswith(f"{error.file} ") for name in each["functions"])
     )
-    seconds = itertools.accumulate(tests[test]["seconds"] for *_, test in ranked)
+    seconds = itertools.accumulate(called[test]["seconds"] for *_, test in ranked)
     return [test for (*_, test), total in zip(ranked, seconds, strict=True) if total <= FIRST_SECONDS]
 
 
 def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, str], None]) -> None:
     """Tests each error alone and then the others together, and records what finds them."""
-    called, _ = current_map()
-    left = []
-    for error in errors:
-        tests = tests_of(error, called)
-        if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
-            record(error, failed[0])
-        else:
-            left.append(error)
+    called = {test: each for tests in current_map()[0].values() for test, each in tests.items()}
+
+    def not_found(errors: list[Mutation], called: dict[str, Any]) -> list[Mutation]:
+        left = []
+        for error in errors:
+            tests = tests_of(error, called)
+            if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
+                record(error, failed[0])
+            else:
+                left.append(error)
+        return left
+
+    left = not_found(errors, called)
     while left:
         print(f"{len(left)} errors are planted together", flush=True)
         failed, together = copied.test(left, [])
-        some = failed[:: len(failed) // 20 + 1]
-        tests = [test for test in some if not test.startswith("exit code")]  # without any, all tests
-        alone = {error: copied.test([error], tests, "-x", "-n", "0")[0] for error in together if failed}
-        found = [error for error in together if alone.get(error)] or together
-        for error in found:
-            record(error, (alone.get(error) or [""])[0])
-        left = [error for error in left if error not in found]
+        others = not_found(together, {test: called[test] for test in failed if test in called})
+        left = [error for error in left if error not in together]
+        if len(others) < len(together):
+            left += others
+        else:
+            for error in others:
+                record(error, "")
 
 
 def drawn(files: list[str], number: int, seed: int) -> list[Mutation]:
