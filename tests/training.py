@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,23 +181,6 @@ def train(pool: Pool, recipe: PretrainRecipe) -> Result:
     """Runs the recipe on all ranks of the pool."""
     pool.run(train_on_rank, recipe)
     return result(recipe)
-
-
-def baselines(pool: Pool, folder: Path, models: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Result]:
-    """Returns a function of a model and sections of a recipe, of which those that change what trains count. It returns the results
-    of one process that takes the global batch as one micro-batch."""
-    results: dict[str, Result] = {}
-
-    def get(model: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("optimizer", "lora", "data") if name in sections}
-        key = f"{model} {sections}"
-        if key not in results:
-            training = dict(steps=2, local_batch_size=8)
-            recipe = tiny(folder, f"run{len(results)}", model=models[model], training=training, **sections)
-            results[key] = train(pool, recipe)
-        return results[key]
-
-    return get
 
 
 def result(recipe: PretrainRecipe) -> Result:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
-from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.training import (
     GEMMA2,
@@ -29,10 +27,8 @@ from tests.training import (
     train_on_rank,
 )
 from titanlike.config.finetune import ChatData
-from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
-from titanlike.tools.verify.recipe import Result
 
 WIDE = dataclasses.replace(LLAMA, dim=96, num_heads=6, num_layers=4, ffn_dim=128)
 # The student and the teacher.
@@ -114,33 +110,12 @@ def distillation_recipe(folder: Path, name: str, *, models: str = "llama", **sec
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Returns a function: the results of one process that takes the global batch as one micro-batch."""
-    folder, results = tmp_path_factory.mktemp("baseline"), dict[str, Result]()
-
-    def get(models: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("lora", "distillation", "data") if name in sections}
-        key = f"{models} {sections}"
-        if key not in results:
-            one = distillation_recipe(
-                folder, f"run{len(results)}", models=models, training=dict(local_batch_size=8), **sections
-            )
-            results[key] = train(ranks(1), one)
-        return results[key]
-
-    return get
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Path, case: str) -> None:
+def test_a_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     models, layout, local, sections = CASES[case]
     training = dict(local_batch_size=local) | sections.get("training", {})
-    recipe = distillation_recipe(
-        tmp_path, "run", models=models, parallelism=Parallelism(**layout), **(sections | {"training": training})
-    )
-    processes = math.prod(layout.get(name, 1) for name in DIMENSIONS)
-    assert_same(train(ranks(processes), recipe), baseline(models, sections))
+    sections = sections | {"parallelism": parallelism_of(layout), "training": training}
+    parity(distillation_recipe(parity.folder, tmp_path.name, models=models, **sections))
 
 
 def records(folder: Path, key: str) -> list[float]:

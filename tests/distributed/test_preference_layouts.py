@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
-from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.preferences import preference_recipe
-from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
+from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, train, train_on_rank
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify.recipe import Result
 
 MODELS: dict[str, Any] = {
     "llama": LLAMA,
@@ -66,33 +64,11 @@ QUICK = ("FSDP", "HSDP", "CP x TP", "EP", "TP x FSDP, LoRA", "CP x TP, precomput
 SLOW = ("2 micro-batches", "TP, tied head", "CP x FSDP, IPO", "EP x CP", "HSDP, LoRA, precomputed", "TP x FSDP, SimPO")
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Returns a function: the results of one process that takes the global batch as one micro-batch."""
-    folder, results = tmp_path_factory.mktemp("baseline"), dict[str, Result]()
-
-    def get(model: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("lora", "preference") if name in sections}
-        key = f"{model} {sections}"
-        if key not in results:
-            name = f"run{len(results)}"
-            recipe = preference_recipe(folder, name, model=MODELS[model], training=dict(local_batch_size=8), **sections)
-            results[key] = train(ranks(1), recipe)
-        return results[key]
-
-    return get
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Path, case: str) -> None:
+def test_a_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     model, layout, local, sections = CASES[case]
-    recipe = preference_recipe(
-        tmp_path, "run", model=MODELS[model], parallelism=Parallelism(**layout), training=dict(local_batch_size=local), **sections
-    )  # fmt: skip
-    processes = 1
-    for name in ("replicate", "shard", "context", "tensor"):
-        processes *= layout.get(name, 1)
-    assert_same(train(ranks(processes), recipe), baseline(model, sections))
+    sections = sections | {"parallelism": parallelism_of(layout), "training": dict(local_batch_size=local)}
+    parity(preference_recipe(parity.folder, tmp_path.name, model=MODELS[model], **sections))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
