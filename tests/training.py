@@ -222,6 +222,22 @@ class Operations(TorchDispatchMode):
         return result
 
 
+def largest_logits(recipe: PretrainRecipe) -> int:
+    """Trains on this rank. Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
+    sizes = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.dim() > 1]
+            sizes.extend(each.numel() for each in tensors if each.shape[-1] == recipe.model.vocab_size)
+            return out
+
+    with Sizes():
+        train_on_rank(recipe)
+    return max(sizes)
+
+
 def model_of(name: str, dropout: float = 0.0) -> Any:
     # Four blocks: two ranks with two stages each.
     model = dataclasses.replace(MODELS[name], num_layers=4)

@@ -1,21 +1,18 @@
 """Preference optimization under every layout equals one process, whatever provides the log-probabilities of the reference model."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
+from tests.launching import recorded, records
 from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.preferences import preference_recipe
-from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, train, train_on_rank
+from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, largest_logits, train, train_on_rank
 from titanlike.config.sections import Parallelism
 
 MODELS: dict[str, Any] = {
@@ -92,8 +89,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
         parts = train(ranks(2), run("parts", 5))
         assert_equal_state(parts.state, whole.state)
         assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
-        lines = (tmp_path / f"parts-{reference}/metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["kl"] for line in lines if "kl" in line][-1] != 0.0
+        assert recorded(tmp_path / f"parts-{reference}", "kl")[-1] != 0.0
     assert losses["model"] == losses["precomputed"]
 
 
@@ -106,7 +102,7 @@ def test_the_second_model_computes_as_the_initial_one(
     for name in ("drawn", "loaded"):
         initial = dict(initial=str(tmp_path / "drawn") if name == "loaded" else "")
         train(ranks(processes), preference_recipe(tmp_path, name, checkpoint=initial, **sections))
-        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        first = records(tmp_path / name)[0]
         assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
 
 
@@ -136,20 +132,3 @@ def test_the_logits_of_all_tokens_never_exist(ranks: Ranks, tmp_path: Path) -> N
     recipe = preference_recipe(tmp_path, "run", training=dict(loss_chunk=128, local_batch_size=8, steps=1))
     largest = ranks(1).run(largest_logits, recipe)[0]
     assert largest == 128 * LLAMA.vocab_size  # of 8 x 96 tokens
-
-
-def largest_logits(recipe: Any) -> int:
-    """Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
-    found = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for each in tree_leaves(out):
-                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[-1] == LLAMA.vocab_size:
-                    found[0] = max(found[0], each.numel())
-            return out
-
-    with Watch():
-        train_on_rank(recipe)
-    return found[0]
