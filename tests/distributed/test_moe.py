@@ -130,14 +130,6 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_resumes_without_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
-    options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
-    expected = train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["EP x FSDP"], **options))
-    drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["TP x FSDP"], **options)), expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
