@@ -10,37 +10,28 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parity import COMPILED, FAST, Parity
 from tests.pool import Ranks
-from tests.training import LLAMA, MODELS, assert_same, build, tiny, train, train_on_rank
+from tests.training import LLAMA, MODELS, build, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.config.sections import ActivationCheckpoint, Compile, Training
 from titanlike.models.init import initialize
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.run import loop
-from titanlike.tools.verify.recipe import Result
-
-# Traces and partitions like inductor, without half a minute of code generation.
-FAST = "aot_eager_decomp_partition"
 
 
-@pytest.fixture(scope="module")
-def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("plain")
-    return {name: train(ranks(1), two_steps(folder, name, model=model)) for name, model in MODELS.items()}
-
-
-def two_steps(folder: Path, name: str = "run", **sections: Any) -> PretrainRecipe:
-    return tiny(folder, name, **sections | {"training": dict(steps=2) | sections.get("training", {})})
+def two_steps(folder: Path, **sections: Any) -> PretrainRecipe:
+    return tiny(folder, "run", **sections | {"training": dict(steps=2) | sections.get("training", {})})
 
 
 @pytest.mark.parametrize(("mode", "model"), [("selective", "llama"), ("full", "gpt")])
 def test_activation_checkpointing_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any
+    parity: Parity, tmp_path: Path, model: str, mode: Any
 ) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(mode=mode))
-    assert_same(train(ranks(2), recipe), plain[model])
+    recomputing = dict(activation_checkpoint=ActivationCheckpoint(mode=mode), parallelism=dict(shard=2))
+    parity(two_steps(tmp_path, model=MODELS[model], **recomputing))
 
 
 @pytest.mark.slow
@@ -48,14 +39,11 @@ def test_activation_checkpointing_does_not_change_results(
     "options", [dict(mode="selective"), dict(mode="memory_budget", memory_budget=0.2), dict(mode="full")], ids=str
 )
 def test_compiled_checkpointing_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
+    ranks: Ranks, parity: Parity, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    recipe = two_steps(
-        tmp_path, compile=Compile(backend=FAST), activation_checkpoint=ActivationCheckpoint(**options),
-        parallelism=Parallelism(reshard_after_forward="always"),
-    )  # fmt: skip
+    recomputing = COMPILED | dict(activation_checkpoint=ActivationCheckpoint(**options))
     try:
-        assert_same(train(ranks(2), recipe), plain["llama"])
+        parity(two_steps(tmp_path, parallelism=dict(shard=2, reshard_after_forward="always"), **recomputing))
     finally:
         ranks(2).run(_reset_memory_budget)
 
@@ -66,19 +54,17 @@ def _reset_memory_budget() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_does_not_change_results(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
-    recipe = two_steps(
-        tmp_path, compile=Compile(backend="inductor"), parallelism=Parallelism(tensor=2), training=dict(local_batch_size=4)
-    )  # fmt: skip
-    assert_same(train(ranks(2), recipe), plain["llama"])
+def test_inductor_does_not_change_results(parity: Parity, tmp_path: Path) -> None:
+    layout = dict(compile=Compile(backend="inductor"), parallelism=dict(shard=1, tensor=2))
+    parity(two_steps(tmp_path, training=dict(local_batch_size=4), **layout))
 
 
-def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
-    recipe = two_steps(tmp_path, training=dict(compute_dtype="bfloat16"))
-    found = train(ranks(1), recipe)
+def test_bfloat16_stays_near_float32(ranks: Ranks, parity: Parity, tmp_path: Path) -> None:
+    found = train(ranks(1), two_steps(tmp_path, training=dict(compute_dtype="bfloat16")))
+    plain = parity.one_process(two_steps(tmp_path))
     # 8 bits of mantissa: an error of 0.4% per operation, less in the mean over tokens
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain["llama"].losses), rtol=5e-3, atol=0)
-    assert found.losses != plain["llama"].losses
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain.losses), rtol=5e-3, atol=0)
+    assert found.losses != plain.losses
 
 
 @pytest.mark.parametrize(
