@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,35 +206,43 @@ def resume(
     return check_resume(saved, CheckpointMetadata(0, recipe_as_json(recipe), data, layout, machine), recipe)
 
 
-class Operations(TorchDispatchMode):
+class Observer(TorchDispatchMode):
+    """Calls a function with each operation, its arguments and its result."""
+
+    def __init__(self, observe: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self.observe = observe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.observe(func, args, result)
+        return result
+
+
+class Operations(Observer):
     """Counts operations by name, and the bytes of collectives: the larger of input and output."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.count)
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
         self.counts[name] += 1
-        result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.bytes[name] += max(x.nbytes for x in tree_leaves((args, result)) if isinstance(x, Tensor))
-        return result
 
 
 def largest_logits(recipe: PretrainRecipe) -> int:
     """Trains on this rank. Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
     sizes = [0]
 
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            tensors = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.dim() > 1]
-            sizes.extend(each.numel() for each in tensors if each.shape[-1] == recipe.model.vocab_size)
-            return out
+    def observe(func: Any, args: Any, result: Any) -> None:
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.dim() > 1]
+        sizes.extend(each.numel() for each in tensors if each.shape[-1] == recipe.model.vocab_size)
 
-    with Sizes():
+    with Observer(observe):
         train_on_rank(recipe)
     return max(sizes)
 
