@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard, saved_steps
 from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, Parity, parallelism_of, tiers
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import (
     LLAMA,
     SHARED_EXPERTS,
@@ -25,7 +25,7 @@ from tests.training import (
     world_size,
 )
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.models.registry import build_model
@@ -348,11 +348,7 @@ def _refused(dense: bool) -> str:
     mesh = mesh_of("cpu", shard=2, expert=2)
     with torch.device("meta"):
         model: nn.Module = build_model(LLAMA if dense else replace(SHARED_EXPERTS, num_experts=3))
-    try:
-        apply_expert(model, mesh.expert)  # type: ignore[arg-type]
-    except UserError as error:
-        return str(error)
-    return ""
+    return user_error(apply_expert, model, mesh.expert)
 
 
 def test_what_cannot_be_distributed_is_refused(ranks: Ranks) -> None:
