@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interop.models import ENCODERS, assert_equal_weights, changed_tensors, export_model, model_of
+from tests.interop.models import ENCODERS, T5, assert_equal_weights, changed_tensors, export_model, model_of
 from tests.interop.reference import num_parameters
 from titanlike.config import UserError
 from titanlike.interop.weights import open_weights
@@ -14,6 +14,8 @@ from titanlike.models.bert_config import BertConfig
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.t5_config import T5Config
+
+MODERNBERT = ENCODERS["ModernBERT"]
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
@@ -67,16 +69,23 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("config", "change", "problem"),
     [
-        ({"norm_bias": True}, "norm_bias = True is not supported; only False is"),
-        ({"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "the RoPE type 'yarn' is not supported"),
+        (MODERNBERT, {"norm_bias": True}, "norm_bias = True is not supported; only False is"),
+        (MODERNBERT, {"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
+        (
+            MODERNBERT,
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "the RoPE type 'yarn' is not supported",
+        ),
+        (T5, {"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
+        (T5, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
+        (T5, {"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
     ],
 )
-def test_what_is_no_modernbert_is_refused(change: dict[str, Any], problem: str) -> None:
+def test_what_is_of_no_family_is_refused(config: Any, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        ModernBertConfig.from_hugging_face(ENCODERS["ModernBERT"].to_hugging_face() | change)
+        config.from_hugging_face(config.to_hugging_face() | change)
 
 
 def test_a_folder_of_transformers_4_has_other_keys() -> None:

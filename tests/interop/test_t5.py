@@ -21,26 +21,12 @@ from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
 from titanlike.distributed import launch_config
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.models.t5_config import T5Config
 from titanlike.tools.cli import main as program
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
 # As many blocks in both stacks: transformers 5.24 does not generate with others.
 GENERATING = dataclasses.replace(T5, num_layers=4)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
-        ({"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
-    ],
-)
-def test_what_is_no_t5_1_1_is_refused(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        T5Config.from_hugging_face(T5.to_hugging_face() | change)
 
 
 def test_a_published_folder_has_other_names_of_the_embedding(tmp_path: Path) -> None:
