@@ -91,6 +91,11 @@ def records(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def recorded(run_folder: Path, key: str) -> list[Any]:
+    """Returns the values of a key, in the order of the records that have it."""
+    return [record[key] for record in records(run_folder) if key in record]
+
+
 def losses(run_folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(run_folder) if "loss" in record}
 

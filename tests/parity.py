@@ -16,9 +16,23 @@ from typing import Any
 
 import pytest
 
-from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, SHARED_EXPERTS
-from titanlike.config.layout import DIMENSIONS
+from tests.pool import Ranks
+from tests.training import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    MULTI_TOKEN,
+    QWEN3_MOE,
+    SHARED_EXPERTS,
+    assert_same,
+    train,
+    world_size,
+)
+from titanlike.config import PretrainRecipe
 from titanlike.config.optimizer import OptimizerGroup
+from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.tools.verify.recipe import Result, differences
 
 # Captures and partitions the graph as inductor does, without the half minute of code generation.
 FAST = "aot_eager_decomp_partition"
@@ -127,6 +141,11 @@ def tiers(cases: Collection[str], quick: Collection[str], slow: Collection[str] 
     return [pytest.param(case, marks=marks[case]) for case in cases]
 
 
+def parallelism_of(layout: dict[str, Any]) -> Parallelism:
+    """Returns a section with one rank along each dimension that is not given."""
+    return Parallelism(**({"shard": 1} | layout))
+
+
 @dataclass(frozen=True)
 class Case:
     """A layout and the other settings of its recipe."""
@@ -146,14 +165,51 @@ class Case:
         return ("gpt",) if self.dropout else ("llama", "gpt")
 
     @property
-    def processes(self) -> int:
-        return math.prod(self.layout.get(name, 1) for name in DIMENSIONS)
+    def parallelism(self) -> Parallelism:
+        return parallelism_of(self.layout)
 
     @property
     def local_batch_size(self) -> int:
         if self.local or self.layout.get("pipeline", 1) > 1:
             return self.local or 2
         return max(1, 4 // math.prod(self.layout.get(name, 1) for name in ("replicate", "shard")))
+
+
+class Parity:
+    """Trains recipes, and compares each with one process."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self.results: dict[str, Result] = {}
+        self.measured: dict[str, dict[str, Any]] = {}  # of each case
+
+    def one_process(self, recipe: PretrainRecipe) -> Result:
+        """Returns the results of one process that takes the global batch as one micro-batch, without what changes no result."""
+        size, chunk = recipe.training.global_batch_size, Training().loss_chunk
+        recipe = replace(
+            recipe,
+            run=replace(recipe.run, dir=str(self.folder), name="one"),
+            parallelism=Parallelism(),
+            training=replace(recipe.training, local_batch_size=size, loss_chunk=chunk),
+            activation_checkpoint=ActivationCheckpoint(),
+            compile=Compile(mode="none"),
+        )
+        key = repr(recipe)
+        if key not in self.results:
+            recipe = replace(recipe, run=replace(recipe.run, name=f"one-{len(self.results)}"))
+            self.results[key] = train(self.ranks(1), recipe)
+        return self.results[key]
+
+    def __call__(self, recipe: PretrainRecipe, case: str = "", model: str = "", **tolerances: float) -> Result:
+        """Asserts that the results of a recipe are those of one process, and returns them."""
+        processes = world_size(recipe)
+        found, expected = train(self.ranks(processes), recipe), self.one_process(recipe)
+        measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
+        self.measured.setdefault(case, {"processes": processes})[model] = measured
+        if any(group.optimizer == "muon" for group in recipe.optimizer.groups):
+            tolerances = {"weights": 1e-3} | tolerances
+        assert_same(found, expected, **tolerances)
+        return found
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 1}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests import crashes
 from tests.forkserver import ROOT, Forked
+from titanlike.config import UserError
 
 
 class Pool:
@@ -89,3 +90,12 @@ class Pool:
 
 
 Ranks = Callable[[int], Pool]  # the fixture `ranks`
+
+
+def user_error(function: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """Returns the message of the UserError of a function, or "". A pool fails if its ranks raise."""
+    try:
+        function(*arguments, **named)
+    except UserError as error:
+        return str(error)
+    return ""

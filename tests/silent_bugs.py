@@ -5,15 +5,15 @@
     python -m tests.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/silent_bugs.md shows
 
 Each case is a function of whether the bug is planted. Without it, the same module is accepted. The exit code is 1 if a bug is not
-found, or a correct module is not accepted.
+found, or a correct module is not accepted; the tests compare what is printed with what is recorded.
 """
 
 import argparse
 import functools
+import inspect
 import json
 import math
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,33 +51,38 @@ GITHUB = "https://github.com/"
 
 @dataclass(frozen=True)
 class Bug:
-    """A published case, and what finds it."""
+    """A published case, which the docstring of its function describes."""
 
     build: Callable[[bool], Functions]  # with the bug, or without it
     link: str  # of the issue or pull request, without the host
-    what: str
     layout: str
-    finding: str  # a regular expression for what is printed
     own: str = ""  # the error of tests/known_errors.txt that plants the same in this library
-
-    @property
-    def name(self) -> str:
-        return self.build.__name__
 
 
 BUGS: dict[str, Bug] = {}
 
 
-def bug(link: str, what: str, layout: str, finding: str, own: str = "") -> Any:
+def bug(link: str, layout: str, own: str = "") -> Any:
     def add(build: Callable[[bool], Functions]) -> Callable[[bool], Functions]:
-        BUGS[build.__name__] = Bug(build, link, what, layout, finding, own)
+        BUGS[build.__name__] = Bug(build, link, layout, own)
         return build
 
     return add
 
 
-class Tokens(nn.Module):
-    """A language model without attention. A plan inserts collectives with `ops`."""
+class WithOps(nn.Module):
+    """A plan inserts collectives with `ops`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def op(self, name: str, x: Tensor) -> Tensor:
+        return self.ops[name](x) if name in self.ops else x
+
+
+class Tokens(WithOps):
+    """A language model without attention."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -89,11 +94,7 @@ class Tokens(nn.Module):
         self.out_norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         nn.init.normal_(self.norm.weight, 1.0, 0.2)
-        self.ops: dict[str, Callable[[Tensor], Tensor]] = {}
         self.adds_bias_first = False
-
-    def op(self, name: str, x: Tensor) -> Tensor:
-        return self.ops[name](x) if name in self.ops else x
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.op("after_embed", self.embed(tokens))  # (B, T, D)
@@ -122,7 +123,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Te
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def mean_loss(model: nn.Module, batch: dict[str, Tensor], mesh: DeviceMesh | None = None) -> Tensor:
     return cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
@@ -137,10 +138,6 @@ def global_mean_loss(
     return total / count * (mesh.size() if mesh is not None and factor else 1)
 
 
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh.get_group() if mesh.ndim == 1 else mesh["tensor"].get_group()
-
-
 def shard(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     """Returns this rank's chunk, as a plain parameter."""
     return nn.Parameter(parameter.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone())
@@ -153,14 +150,19 @@ def sharded_mlp(model: Any) -> None:
 
 def sum_gradients(parameters: Any, mesh: DeviceMesh, divisor: float = 1.0) -> None:
     for parameter in parameters:
-        dist.all_reduce(parameter.grad, group=group_of(mesh))
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
         parameter.grad /= divisor
+
+
+def sum_gradient_of(parameters: Any, group: dist.ProcessGroup) -> None:
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad, group=group))
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Tensor parallelism of the MLP. Activations between layers are the same on all ranks."""
     sharded_mlp(model)
-    group = group_of(mesh)
+    group = mesh.get_group()
     model.ops = {
         "before_up": lambda x: all_reduce_gradient(x, group),
         "after_down": lambda x: all_reduce(x, group),
@@ -170,7 +172,7 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
 def sequence_parallel(model: Any, mesh: DeviceMesh) -> None:
     """The same, with the sequence divided between the layers."""
     sharded_mlp(model)
-    group = group_of(mesh)
+    group = mesh.get_group()
     model.ops = {
         "after_embed": lambda x: split(x, 1, group),
         "before_up": lambda x: all_gather(x, 1, group),
@@ -189,102 +191,89 @@ def tensor(**changes: Any) -> Functions:
 
 def sequence(reduced: Callable[[Any], list[nn.Parameter]], divisor: float = 1.0, **changes: Any) -> Functions:
     """`reduced` returns the parameters whose gradients are summed over ranks."""
-
-    def backward(model: Any, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = mean_loss(model, batch)
-        loss.backward()
-        if mesh is not None:
-            sum_gradients(reduced(model), mesh, divisor)
-        return loss.detach()
-
+    backward = reducing(mean_loss, lambda model, mesh: sum_gradients(reduced(model), mesh, divisor))
     return replace(Functions(Tokens, batch, sequence_parallel, backward=backward), **changes)
 
 
-def sharded_data(**changes: Any) -> Functions:
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-        fully_shard(model, mesh=mesh)
+def shard_all(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
 
-    return replace(Functions(Tokens, batch, parallelize, loss=global_mean_loss), **changes)
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves the model as it is, on each rank."""
+
+
+def sharded_data(**changes: Any) -> Functions:
+    return replace(Functions(Tokens, batch, shard_all, loss=global_mean_loss), **changes)
+
+
+def reducing(loss: Callable[..., Tensor], reduce_gradients: Callable[[Any, DeviceMesh], None]) -> Callable[..., Tensor]:
+    """Returns a backward pass after which several ranks change their gradients."""
+
+    def backward(model: nn.Module, batch: Any, mesh: DeviceMesh | None) -> Tensor:
+        found = loss(model, batch, mesh)
+        found.backward()
+        if mesh is not None:
+            reduce_gradients(model, mesh)
+        return found.detach()
+
+    return backward
+
+
+of_one_process = reducing(mean_loss, replicate)
 
 
 # ---- Data parallelism ----
 
 
-@bug(
-    "pytorch/torchtitan/pull/2206",
-    "The loss is a mean over the tokens of each rank, and FSDP averages ranks. A token counts more on a rank with fewer tokens.",
-    "shard=2",
-    r"loss, step 1: .*a mean per rank over different numbers of tokens",
-)
+@bug("pytorch/torchtitan/pull/2206", "shard=2")
 def loss_averaged_per_rank(planted: bool) -> Functions:
+    """The loss is a mean over the tokens of each rank, and FSDP averages ranks. A token counts more on a rank with fewer
+    tokens."""
     return sharded_data(loss=mean_loss if planted else global_mean_loss)
 
 
-@bug(
-    "meta-pytorch/torchtune/pull/2172",
-    "The loss is divided by the tokens of all ranks, and FSDP divides the gradients by the number of ranks again.",
-    "shard=2",
-    r"gradients, step 1: head.weight is 1/2 times .*all 10 are wrong, in the same way.*divided by 2 twice",
-    "sharding",
-)
+@bug("meta-pytorch/torchtune/pull/2172", "shard=2", own="sharding")
 def divided_twice(planted: bool) -> Functions:
+    """The loss is divided by the tokens of all ranks, and FSDP divides the gradients by the number of ranks again."""
     return sharded_data(loss=functools.partial(global_mean_loss, factor=not planted))
 
 
-@bug(
-    "meta-pytorch/torchtune/issues/2420",
-    "Gradients are scaled by the number of all ranks to undo an average over the data-parallel ranks only.",
-    "tensor=2",
-    r"gradients, step 1: head.weight is 2 times .*scaled by its size",
-)
+@bug("meta-pytorch/torchtune/issues/2420", "tensor=2")
 def scaled_by_all_ranks(planted: bool) -> Functions:
-    def backward(model: nn.Module, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = mean_loss(model, batch)
-        loss.backward()
+    """Gradients are scaled by the number of all ranks to undo an average over the data-parallel ranks only."""
+
+    def scale(model: nn.Module, mesh: DeviceMesh) -> None:
         for parameter in model.parameters():
-            parameter.grad *= dist.get_world_size() if planted and mesh is not None else 1
-        return loss.detach()
+            parameter.grad *= mesh.size() if planted else 1
 
-    return tensor(backward=backward)
+    return tensor(backward=reducing(mean_loss, scale))
 
 
-@bug(
-    "verl-project/verl/issues/7493",
-    "With a sharding group of one rank, gradients are not reduced at all: each rank trains a model of its own.",
-    "data=2",
-    r"gradients, step 1: head.weight differs between the ranks of data; the mean over them is that of one process",
-)
+@bug("verl-project/verl/issues/7493", "data=2")
 def gradients_not_reduced(planted: bool) -> Functions:
-    def backward(model: nn.Module, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = global_mean_loss(model, batch, mesh)
-        loss.backward()
-        if mesh is not None and not planted:
-            sum_gradients(model.parameters(), mesh, mesh.size())
-        return loss.detach()
+    """With a sharding group of one rank, gradients are not reduced at all: each rank trains a model of its own."""
 
-    return Functions(Tokens, batch, lambda model, mesh: None, backward=backward)
+    def average(model: nn.Module, mesh: DeviceMesh) -> None:
+        sum_gradients(() if planted else model.parameters(), mesh, mesh.size())
+
+    return Functions(Tokens, batch, replicate, backward=reducing(global_mean_loss, average))
 
 
-@bug(
-    "huggingface/datasets/issues/5360",
-    "An iterable dataset is not divided between the ranks: all train on the same rows.",
-    "shard=2",
-    r"outputs, step 1: embed is wrong in \[4:8\]; it is the first module .*ranks read the same rows",
-)
+@bug("huggingface/datasets/issues/5360", "shard=2")
 def same_rows_on_all_ranks(planted: bool) -> Functions:
+    """An iterable dataset is not divided between the ranks: all train on the same rows."""
+
     def shard_batch(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
         return {name: each[: ROWS // 2] for name, each in batch.items()} if planted else shard_rows(batch, mesh)
 
     return sharded_data(shard_batch=shard_batch)
 
 
-@bug(
-    "pytorch/pytorch/issues/106395",
-    "Gradients are reduced in bfloat16. With more ranks, training becomes unstable.",
-    "shard=2",
-    r"gradients, step 1: head.weight is not proportional .*all 10 are wrong.*low precision",
-)
+@bug("pytorch/pytorch/issues/106395", "shard=2")
 def reduced_in_bfloat16(planted: bool) -> Functions:
+    """Gradients are reduced in bfloat16. With more ranks, training becomes unstable."""
+
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if planted else None)
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -292,24 +281,18 @@ def reduced_in_bfloat16(planted: bool) -> Functions:
     return sharded_data(parallelize=parallelize)
 
 
-@bug(
-    "pytorch/pytorch/issues/64629",
-    "Gradients are reduced in the order in which they are ready, which differs between ranks: tensors of one shape are mixed up.",
-    "data=2",
-    r"gradients, step 1: norm.bias differs between the ranks of data .*ranks reduce it in different orders",
-)
+@bug("pytorch/pytorch/issues/64629", "data=2")
 def reduced_in_another_order(planted: bool) -> Functions:
-    def backward(model: Any, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = global_mean_loss(model, batch, mesh)
-        loss.backward()
-        if mesh is not None:
-            parameters = list(model.parameters())
-            if planted and mesh.get_local_rank():  # weight and bias of a norm
-                parameters[1], parameters[2] = parameters[2], parameters[1]
-            sum_gradients(parameters, mesh, mesh.size())
-        return loss.detach()
+    """Gradients are reduced in the order in which they are ready, which differs between ranks: tensors of one shape are mixed
+    up."""
 
-    return Functions(Tokens, batch, lambda model, mesh: None, backward=backward)
+    def average(model: nn.Module, mesh: DeviceMesh) -> None:
+        parameters = list(model.parameters())
+        if planted and mesh.get_local_rank():  # weight and bias of a norm
+            parameters[1], parameters[2] = parameters[2], parameters[1]
+        sum_gradients(parameters, mesh, mesh.size())
+
+    return Functions(Tokens, batch, replicate, backward=reducing(global_mean_loss, average))
 
 
 class Encoder(nn.Module):
@@ -337,10 +320,7 @@ def contrastive(gathered: Callable[[Tensor, dist.ProcessGroup], Tensor], whole: 
     def pairs(step: int) -> tuple[Tensor, Tensor]:
         return torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
 
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-        fully_shard(model, mesh=mesh)
-
-    return Functions(Encoder, pairs, parallelize, loss=loss)
+    return Functions(Encoder, pairs, shard_all, loss=loss)
 
 
 def detached_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -351,23 +331,15 @@ def detached_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(rows)
 
 
-@bug(
-    "huggingface/accelerate/issues/1154",
-    "A contrastive loss compares own rows with gathered ones that have no gradient: half of it is lost.",
-    "shard=2",
-    r"gradients, step 1: right.weight is not proportional .*a gather has no backward",
-)
+@bug("huggingface/accelerate/issues/1154", "shard=2")
 def gathered_without_gradient(planted: bool) -> Functions:
+    """A contrastive loss compares own rows with gathered ones that have no gradient: half of it is lost."""
     return contrastive(detached_rows if planted else lambda own, group: all_gather(own, 0, group), whole=False)
 
 
-@bug(
-    "mlfoundations/open_clip/issues/616",
-    "Each rank computes the contrastive loss over all rows, with the gradient of its own rows only, and ranks are averaged.",
-    "shard=2",
-    r"gradients, step 1: right.weight is 1/2 times .*divided by 2 twice",
-)
+@bug("mlfoundations/open_clip/issues/616", "shard=2")
 def gathered_and_averaged(planted: bool) -> Functions:
+    """Each rank computes the contrastive loss over all rows, with the gradient of its own rows only, and ranks are averaged."""
     return contrastive(detached_rows if planted else lambda own, group: all_gather(own, 0, group), whole=True)
 
 
@@ -379,9 +351,7 @@ def accumulated(num: int, is_planted: bool, weighting: str) -> Callable[..., Ten
 
     def backward(model: nn.Module, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor:
         if mesh is None:
-            loss = mean_loss(model, batch)
-            loss.backward()
-            return loss.detach()
+            return of_one_process(model, batch, None)
         count = (batch["labels"] != IGNORED).sum()
         losses = []
         for tokens, labels in zip(batch["tokens"].chunk(num), batch["labels"].chunk(num), strict=True):
@@ -394,23 +364,16 @@ def accumulated(num: int, is_planted: bool, weighting: str) -> Callable[..., Ten
     return backward
 
 
-@bug(
-    "verl-project/verl/issues/5625",
-    "Each micro-batch is the mean of its own tokens, weighted by its number of sequences. Tokens of short sequences count more.",
-    "tensor=2",
-    r"loss, step 1: .*a mean per rank over different numbers of tokens",
-)
+@bug("verl-project/verl/issues/5625", "tensor=2")
 def micro_batch_means(planted: bool) -> Functions:
+    """Each micro-batch is the mean of its own tokens, weighted by its number of sequences. Tokens of short sequences count
+    more."""
     return tensor(backward=accumulated(4, planted, "mean"))
 
 
-@bug(
-    "verl-project/verl/pull/3332",
-    "The losses of micro-batches are not divided by their number before the backward pass.",
-    "tensor=2",
-    r"gradients, step 1: head.weight is 4 times .*4 micro-batches are accumulated",
-)
+@bug("verl-project/verl/pull/3332", "tensor=2")
 def accumulated_without_division(planted: bool) -> Functions:
+    """The losses of micro-batches are not divided by their number before the backward pass."""
     return tensor(batch=even_batch, backward=accumulated(4, planted, "sum"))
 
 
@@ -430,13 +393,10 @@ def local_squares(parameters: Any) -> Tensor:
     return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
 
 
-@bug(
-    "sgl-project/SpecForge/pull/663",
-    "FSDP shards the gradients, and each rank clips by the norm of its shard, with a factor of its own.",
-    "shard=2",
-    r"gradient norm, step 1: gradient norm differs between the ranks of shard.*sum the squares of shards over shard",
-)
+@bug("sgl-project/SpecForge/pull/663", "shard=2")
 def clipped_by_local_norm(planted: bool) -> Functions:
+    """FSDP shards the gradients, and each rank clips by the norm of its shard, with a factor of its own."""
+
     def squares(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
         found = local_squares(model.parameters())
         if mesh is not None and not planted:
@@ -446,13 +406,10 @@ def clipped_by_local_norm(planted: bool) -> Functions:
     return sharded_data(clip=clip(0.1, squares))
 
 
-@bug(
-    "ByteDance-Seed/VeOmni/issues/184",
-    "With hybrid sharding, squares of gradients are summed over the ranks that hold replicas as well.",
-    "replicate=2,shard=2",
-    r"gradient norm, step 1: gradient norm is 1.414 times .*squares of replicated gradients are summed",
-)
+@bug("ByteDance-Seed/VeOmni/issues/184", "replicate=2,shard=2")
 def norm_over_replicas(planted: bool) -> Functions:
+    """With hybrid sharding, squares of gradients are summed over the ranks that hold replicas as well."""
+
     def squares(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
         found = local_squares(model.parameters())
         if mesh is not None:
@@ -462,13 +419,10 @@ def norm_over_replicas(planted: bool) -> Functions:
     return sharded_data(clip=clip(0.1, squares))
 
 
-@bug(
-    "NVIDIA-NeMo/RL/pull/3788",
-    "Squares of all gradients are summed over tensor-parallel ranks, also those of replicated parameters.",
-    "tensor=2",
-    r"gradient norm, step 1: gradient norm is 1.\d+ times .*squares of replicated gradients are summed",
-)
+@bug("NVIDIA-NeMo/RL/pull/3788", "tensor=2")
 def norm_counts_replicated_parameters(planted: bool) -> Functions:
+    """Squares of all gradients are summed over tensor-parallel ranks, also those of replicated parameters."""
+
     def squares(model: Any, mesh: DeviceMesh | None) -> Tensor:
         shards = [model.up.weight, model.up.bias, model.down.weight]
         others = [each for each in model.parameters() if all(each is not shard for shard in shards)]
@@ -485,14 +439,10 @@ def norm_counts_replicated_parameters(planted: bool) -> Functions:
 # ---- Tensor and sequence parallelism ----
 
 
-@bug(
-    "NVIDIA/Megatron-LM/issues/1446",
-    "With sequence parallelism, each rank has the gradient of a LayerNorm for its part of the sequence. That of the last one is "
-    "not summed.",
-    "tensor=2",
-    r"gradients, step 1: out_norm.\w+ differs between the ranks of tensor; the sum over them is that of one process",
-)
+@bug("NVIDIA/Megatron-LM/issues/1446", "tensor=2")
 def norm_after_sequence_parallelism(planted: bool) -> Functions:
+    """With sequence parallelism, each rank has the gradient of a LayerNorm for its part of the sequence. That of the last one
+    is not summed."""
     return sequence(
         lambda model: [
             p
@@ -502,23 +452,16 @@ def norm_after_sequence_parallelism(planted: bool) -> Functions:
     )
 
 
-@bug(
-    "EleutherAI/gpt-neox/pull/1259",
-    "The gradients of sequence-parallel LayerNorms are averaged over tensor-parallel ranks instead of summed.",
-    "tensor=2",
-    r"gradients, step 1: out_norm.\w+ is 1/2 times .*averaged over tensor, where the ranks have parts",
-)
+@bug("EleutherAI/gpt-neox/pull/1259", "tensor=2")
 def norm_gradients_averaged(planted: bool) -> Functions:
+    """The gradients of sequence-parallel LayerNorms are averaged over tensor-parallel ranks instead of summed."""
     return sequence(on_parts_of_sequences, divisor=2.0 if planted else 1.0)
 
 
-@bug(
-    "PaddlePaddle/Paddle/pull/35186",
-    "Each rank adds the bias of a row-parallel layer before the all-reduce, so it counts once per rank.",
-    "tensor=2",
-    r"outputs, step 1: .*is not proportional.*a bias that each rank adds before the all-reduce",
-)
+@bug("PaddlePaddle/Paddle/pull/35186", "tensor=2")
 def bias_before_all_reduce(planted: bool) -> Functions:
+    """Each rank adds the bias of a row-parallel layer before the all-reduce, so it counts once per rank."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         tensor_parallel(model, mesh)
         model.adds_bias_first = planted
@@ -560,24 +503,17 @@ def vocab_parallel_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None)
     return (total - target).mean()
 
 
-@bug(
-    "apple/ml-cross-entropy/pull/42",
-    "A vocabulary-parallel loss returns the gradient of its input for this rank's part of the vocabulary only.",
-    "tensor=2",
-    r"gradients, step 1: out_norm.\w+ differs between the ranks of tensor; the sum over them is that of one process",
-)
+@bug("apple/ml-cross-entropy/pull/42", "tensor=2")
 def input_gradient_of_vocabulary_shard(planted: bool) -> Functions:
+    """A vocabulary-parallel loss returns the gradient of its input for this rank's part of the vocabulary only."""
     return vocab_parallel(vocab_parallel_loss, reduces_input=not planted)
 
 
-@bug(
-    "NVIDIA/Megatron-LM/issues/7452",
-    "Logits that are gathered already go into the vocabulary-parallel loss, which counts them once per rank: the loss is too large "
-    "by log(ranks).",
-    "tensor=2",
-    r"loss, step 1: .*logits that count twice",
-)
+@bug("NVIDIA/Megatron-LM/issues/7452", "tensor=2")
 def gathered_logits_in_parallel_loss(planted: bool) -> Functions:
+    """Logits that are gathered already go into the vocabulary-parallel loss, which counts them once per rank: the loss is too
+    large by log(ranks)."""
+
     def loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None) -> Tensor:
         if mesh is not None and planted:
             total, _ = vocab_parallel_terms(logits, labels, mesh)
@@ -587,13 +523,10 @@ def gathered_logits_in_parallel_loss(planted: bool) -> Functions:
     return vocab_parallel(loss, reduces_input=False, shards_head=False)
 
 
-@bug(
-    "NVIDIA/Megatron-LM/issues/737",
-    "Label smoothing averages log-probabilities over this rank's part of the vocabulary: ranks have different losses.",
-    "tensor=2",
-    r"loss, step 1: loss differs between the ranks of tensor.*combine their maximum, sum and target over tensor",
-)
+@bug("NVIDIA/Megatron-LM/issues/737", "tensor=2")
 def label_smoothing_of_shard(planted: bool) -> Functions:
+    """Label smoothing averages log-probabilities over this rank's part of the vocabulary: ranks have different losses."""
+
     def loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None) -> Tensor:
         total, target = vocab_parallel_terms(logits, labels, mesh)
         mean = logits.sum(-1)
@@ -605,30 +538,30 @@ def label_smoothing_of_shard(planted: bool) -> Functions:
     return vocab_parallel(loss)
 
 
-class Gated(nn.Module):
+def reduce_ends(model: Any, mesh: DeviceMesh) -> None:
+    """Reduces the output of a module that is divided between ranks, and the gradient of its input."""
+    group = mesh.get_group()
+    model.ops = {"input": lambda x: all_reduce_gradient(x, group), "output": lambda x: all_reduce(x, group)}
+
+
+class Gated(WithOps):
     """An MLP whose gate and up projections are one weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate_up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(2 * DIM, DIM, bias=False)
-        self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.group is None else all_reduce_gradient(x, self.group)
-        gate, up = self.gate_up(x).chunk(2, -1)
-        x = self.down(F.silu(gate) * up)
-        return x if self.group is None else all_reduce(x, self.group)
+        gate, up = self.gate_up(self.op("input", x)).chunk(2, -1)
+        return self.op("output", self.down(F.silu(gate) * up))
 
 
-@bug(
-    "deepspeedai/DeepSpeed/pull/3844",
-    "A fused projection is cut into consecutive rows, so that a rank takes what belongs to another part for its own.",
-    "tensor=2",
-    r"outputs, step 1: .*a fused weight that is cut across its parts",
-)
+@bug("deepspeedai/DeepSpeed/pull/3844", "tensor=2")
 def fused_weight_cut_across_parts(planted: bool) -> Functions:
+    """A fused projection is cut into consecutive rows, so that a rank takes what belongs to another part for its own."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        model.group = mesh.get_group()
+        reduce_ends(model, mesh)
         weight = model.gate_up.weight
         if not planted:  # rows in an order in which each rank's part has both
             gate, up = weight.detach().chunk(2)
@@ -640,7 +573,7 @@ def fused_weight_cut_across_parts(planted: bool) -> Functions:
     return Functions(Gated, lambda step: torch.randn(ROWS, DIM), parallelize)
 
 
-class LoRA(nn.Module):
+class LoRA(WithOps):
     """A frozen projection with a low-rank update, whose second factor is replicated."""
 
     def __init__(self) -> None:
@@ -648,31 +581,24 @@ class LoRA(nn.Module):
         self.base = nn.Linear(DIM, DIM)
         self.base.requires_grad_(False)
         self.a, self.b = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
-        self.ops: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        low = self.a(x)
-        low = self.ops["low"](low) if self.ops else low
-        out = self.base(self.ops["input"](x) if self.ops else x) + self.b(low)
-        return self.ops["output"](out) if self.ops else out
+        low = self.b(self.op("low", self.a(x)))
+        return self.op("output", self.base(self.op("input", x)) + low)
 
 
-@bug(
-    "modelscope/mcore-bridge/pull/173",
-    "The replicated factor of LoRA sees the part of the sequence of its rank, and its gradient is not summed over tensor-parallel "
-    "ranks.",
-    "tensor=2",
-    r"gradients, step 1: b.weight differs between the ranks of tensor; the sum over them is that of one process",
-    "LoRA gradient",
-)
+@bug("modelscope/mcore-bridge/pull/173", "tensor=2", own="LoRA gradient")
 def replicated_lora_factor(planted: bool) -> Functions:
+    """The replicated factor of LoRA sees the part of the sequence of its rank, and its gradient is not summed over
+    tensor-parallel ranks."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         group = mesh.get_group()
         model.ops = {
             "input": lambda x: split(x, 1, group), "low": lambda x: split(x, 1, group), "output": lambda x: gather(x, 1, group)
         }  # fmt: skip
         if not planted:
-            model.b.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad, group=group))
+            sum_gradient_of([model.b.weight], group)
 
     return Functions(LoRA, lambda step: torch.randn(ROWS, LENGTH, DIM), parallelize)
 
@@ -680,7 +606,7 @@ def replicated_lora_factor(planted: bool) -> Functions:
 # ---- Attention and context parallelism ----
 
 
-class Attention(nn.Module):
+class Attention(WithOps):
     """Causal attention with RoPE. `heads` are those of this rank, all of which share `kv_heads`."""
 
     def __init__(self, heads: int = 2, kv_heads: int = 2, head_dim: int = 8) -> None:
@@ -691,12 +617,8 @@ class Attention(nn.Module):
         self.q_norm = nn.LayerNorm(head_dim)
         self.o = nn.Linear(heads * head_dim, DIM, bias=False)
         self.register_buffer("frequencies", 2.0 ** -torch.arange(head_dim // 2), persistent=False)
-        self.ops: dict[str, Callable[[Tensor], Tensor]] = {}
         self.positions: Callable[[int], Tensor] = torch.arange
         self.mask_positions: Callable[[int], Tensor] = torch.arange
-
-    def op(self, name: str, x: Tensor) -> Tensor:
-        return self.ops[name](x) if name in self.ops else x
 
     def rotate(self, x: Tensor) -> Tensor:
         angles = self.positions(x.shape[1])[:, None] * self.frequencies  # (T, H / 2)
@@ -707,8 +629,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.op("input", x)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (self.q(x), self.k(x), self.v(x)))
-        q, k = self.rotate(self.q_norm(q)), self.rotate(self.op("kv", k))
-        k, v = self.op("keys", k), self.op("keys", self.op("kv", v))
+        q, k = self.rotate(self.q_norm(q)), self.rotate(k)
+        k, v = self.op("keys", k), self.op("keys", v)
         k, v = (each.expand(-1, -1, q.shape[2], -1) for each in (k, v))
         mask = self.mask_positions(q.shape[1])[:, None] >= torch.arange(k.shape[1])
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
@@ -721,27 +643,17 @@ def hidden(step: int) -> Tensor:
 
 def head_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Divides the heads between ranks."""
-    group = mesh.get_group()
     kv_is_shared = model.k.out_features == model.head_dim
     for module in (model.q,) if kv_is_shared else (model.q, model.k, model.v):
         module.weight = shard(module.weight, 0)
     model.o.weight = shard(model.o.weight, 1)
-    model.ops = {"input": lambda x: all_reduce_gradient(x, group), "output": lambda x: all_reduce(x, group)}
+    reduce_ends(model, mesh)
 
 
-def sum_gradient_of(parameters: Any, group: dist.ProcessGroup) -> None:
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad, group=group))
-
-
-@bug(
-    "NVIDIA-NeMo/RL/issues/3716",
-    "A norm of queries and keys is replicated and sees the heads of its rank. Its gradient is not summed.",
-    "tensor=2",
-    r"gradients, step 1: q_norm.\w+ differs between the ranks of tensor; the sum over them .*sum it over tensor",
-    "QK-norm gradient",
-)
+@bug("NVIDIA-NeMo/RL/issues/3716", "tensor=2", own="QK-norm gradient")
 def qk_norm_of_local_heads(planted: bool) -> Functions:
+    """A norm of queries and keys is replicated and sees the heads of its rank. Its gradient is not summed."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         head_parallel(model, mesh)
         if not planted:
@@ -750,13 +662,11 @@ def qk_norm_of_local_heads(planted: bool) -> Functions:
     return Functions(Attention, hidden, parallelize)
 
 
-@bug(
-    "bigcode-project/Megatron-LM/pull/37",
-    "All ranks have the one key and value head of multi-query attention. Its gradient is not summed over the heads of all ranks.",
-    "tensor=2",
-    r"gradients, step 1: [vk].weight differs between the ranks of tensor; the sum over them .*sum it over tensor",
-)
+@bug("bigcode-project/Megatron-LM/pull/37", "tensor=2")
 def shared_key_value_head(planted: bool) -> Functions:
+    """All ranks have the one key and value head of multi-query attention. Its gradient is not summed over the heads of all
+    ranks."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         head_parallel(model, mesh)
         sum_gradient_of(model.q_norm.parameters(), mesh.get_group())
@@ -782,13 +692,10 @@ def shard_sequence(batch: Any, mesh: DeviceMesh) -> Any:
     return batch.chunk(**parts)[mesh.get_local_rank()]
 
 
-@bug(
-    "thunlp/Seq1F1B/issues/6",
-    "Each part of a sequence starts with position 0 in RoPE. The first loss is as high as without the pretrained weights.",
-    "context=2",
-    r"outputs, step 1: o is wrong in \[:, 4:8\].*positions, masks or keys of their own part",
-)
+@bug("thunlp/Seq1F1B/issues/6", "context=2")
 def rope_positions(planted: bool) -> Functions:
+    """Each part of a sequence starts with position 0 in RoPE. The first loss is as high as without the pretrained weights."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         context_parallel(model, mesh)
         if planted:
@@ -798,13 +705,10 @@ def rope_positions(planted: bool) -> Functions:
     return Functions(Attention, hidden, parallelize, shard_batch=shard_sequence)
 
 
-@bug(
-    "huggingface/transformers/pull/48570",
-    "The model shifts the labels of its part of the sequence, so the last token of each part has no target.",
-    "context=2",
-    r"loss, step 1: .*labels shifted within each part of a sequence",
-)
+@bug("huggingface/transformers/pull/48570", "context=2")
 def labels_shifted_per_part(planted: bool) -> Functions:
+    """The model shifts the labels of its part of the sequence, so the last token of each part has no target."""
+
     def shifted(labels: Tensor) -> Tensor:
         return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
 
@@ -821,7 +725,7 @@ def labels_shifted_per_part(planted: bool) -> Functions:
 # ---- Experts ----
 
 
-class Experts(nn.Module):
+class Experts(WithOps):
     """Each token goes to all experts, weighted by the router. A rank has the experts from `first`."""
 
     def __init__(self, num_experts: int = 4) -> None:
@@ -830,10 +734,6 @@ class Experts(nn.Module):
         self.router = nn.Linear(DIM, num_experts, bias=False)
         self.weight = nn.Parameter(torch.randn(num_experts, DIM, DIM) / math.sqrt(DIM))
         self.first = 0
-        self.ops: dict[str, Callable[[Tensor], Tensor]] = {}
-
-    def op(self, name: str, x: Tensor) -> Tensor:
-        return self.ops[name](x) if name in self.ops else x
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -843,70 +743,57 @@ class Experts(nn.Module):
         return self.op("output", torch.einsum("btd,edf,bte->btf", x, self.weight, own))
 
 
-def expert_parallel(model: Any, mesh: DeviceMesh) -> None:
+def shard_experts(model: Any, mesh: DeviceMesh) -> None:
     model.weight = shard(model.weight, 0)
     model.first = mesh.get_local_rank() * len(model.weight)
 
 
-@bug(
-    "pytorch/torchtitan/issues/2387",
-    "The replicated router gets the gradient of this rank's experts, which is not reduced. Routers of the ranks drift apart.",
-    "tensor=2",
-    r"gradients, step 1: router.weight differs between the ranks of tensor; the sum over them .*sum it over tensor",
-    "router gradient",
-)
-def router_of_local_experts(planted: bool) -> Functions:
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        expert_parallel(model, mesh)
-        group = mesh.get_group()
-        model.ops = {"tokens": lambda x: all_reduce_gradient(x, group), "output": lambda x: all_reduce(x, group)}
-        if not planted:
-            model.ops["probs"] = lambda x: all_reduce_gradient(x, group)
+def expert_parallel(model: Any, mesh: DeviceMesh, reduced: Sequence[str] = ("tokens", "probs")) -> None:
+    """Each rank computes its experts for all tokens. `reduced` are the inputs whose gradients are summed."""
+    shard_experts(model, mesh)
+    group = mesh.get_group()
+    model.ops = dict.fromkeys(reduced, lambda x: all_reduce_gradient(x, group))
+    model.ops["output"] = lambda x: all_reduce(x, group)
 
-    return Functions(Experts, hidden, parallelize)
+
+@bug("pytorch/torchtitan/issues/2387", "tensor=2", own="router gradient")
+def router_of_local_experts(planted: bool) -> Functions:
+    """The replicated router gets the gradient of this rank's experts, which is not reduced. Routers of the ranks drift apart."""
+    reduced = ("tokens",) if planted else ("tokens", "probs")
+    return Functions(Experts, hidden, functools.partial(expert_parallel, reduced=reduced))
 
 
 def token_gathering(model: Any, mesh: DeviceMesh, probs: Callable[[Tensor], Tensor]) -> None:
     """Each rank sends its tokens to all experts."""
     group = mesh.get_group()
-    expert_parallel(model, mesh)
+    shard_experts(model, mesh)
     model.ops = {
         "tokens": lambda x: all_gather(x, 0, group), "probs": probs, "output": lambda x: reduce_scatter(x, 0, group)
     }  # fmt: skip
 
 
 def expert_backward(divides: bool) -> Callable[..., Tensor]:
-    def backward(model: Any, batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        loss = model(batch).square().mean()
-        loss.backward()
-        if mesh is not None:
-            sum_gradients([*model.norm.parameters(), model.router.weight], mesh, mesh.size())
-            model.weight.grad /= mesh.size() if divides else 1
-        return loss.detach()
+    def average(model: Any, mesh: DeviceMesh) -> None:
+        sum_gradients([*model.norm.parameters(), model.router.weight], mesh, mesh.size())
+        model.weight.grad /= mesh.size() if divides else 1
 
-    return backward
+    return reducing(lambda model, batch, mesh: model(batch).square().mean(), average)
 
 
-@bug(
-    "NVIDIA/Megatron-LM/pull/5956",
-    "Experts see the tokens of all ranks, so that their gradients are sums, while those of other parameters are averages.",
-    "data=2",
-    r"gradients, step 1: weight is 2 times .*like that of an expert: divide it by 2",
-)
+@bug("NVIDIA/Megatron-LM/pull/5956", "data=2")
 def expert_gradients_not_divided(planted: bool) -> Functions:
+    """Experts see the tokens of all ranks, so that their gradients are sums, while those of other parameters are averages."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         token_gathering(model, mesh, lambda x: all_gather(x, 0, mesh.get_group()))
 
     return Functions(Experts, hidden, parallelize, backward=expert_backward(not planted))
 
 
-@bug(
-    "NVIDIA-NeMo/Automodel/pull/2995",
-    "Routing probabilities are gathered by a collective without a backward: the router does not learn from the loss.",
-    "data=2",
-    r"gradients, step 1: router.weight is 0 times .*a collective without a backward",
-)
+@bug("NVIDIA-NeMo/Automodel/pull/2995", "data=2")
 def router_detached(planted: bool) -> Functions:
+    """Routing probabilities are gathered by a collective without a backward: the router does not learn from the loss."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         def gathered(x: Tensor) -> Tensor:
             whole = all_gather(x, 0, mesh.get_group())
@@ -921,13 +808,11 @@ def router_detached(planted: bool) -> Functions:
     return Functions(Experts, hidden, parallelize, backward=backward)
 
 
-@bug(
-    "NVIDIA-NeMo/Automodel/pull/3359",
-    "The auxiliary loss of the router counts in full in each micro-batch, while the loss of the model is divided by their number.",
-    "tensor=2",
-    r"gradients, step 1: router.weight is not proportional .*an auxiliary loss is scaled otherwise",
-)
+@bug("NVIDIA-NeMo/Automodel/pull/3359", "tensor=2")
 def auxiliary_loss_per_micro_batch(planted: bool) -> Functions:
+    """The auxiliary loss of the router counts in full in each micro-batch, while the loss of the model is divided by their
+    number."""
+
     def backward(model: Any, batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
         chunks = batch.chunk(1 if mesh is None else 4)
         total = torch.zeros(())
@@ -938,25 +823,16 @@ def auxiliary_loss_per_micro_batch(planted: bool) -> Functions:
             total += loss.detach()
         return total
 
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        expert_parallel(model, mesh)
-        group = mesh.get_group()
-        model.ops = dict.fromkeys(("tokens", "probs"), lambda x: all_reduce_gradient(x, group))
-        model.ops["output"] = lambda x: all_reduce(x, group)
-
-    return Functions(Experts, hidden, parallelize, backward=backward)
+    return Functions(Experts, hidden, expert_parallel, backward=backward)
 
 
 # ---- Initial values and random numbers ----
 
 
-@bug(
-    "modelscope/ms-swift/pull/7944",
-    "Tensor-parallel ranks initialize their shards with the same seed: the parts of a matrix are copies of each other.",
-    "tensor=2",
-    r"initial weights: up.weight is wrong in \[8:16\].*shards are initialized with the same seed",
-)
+@bug("modelscope/ms-swift/pull/7944", "tensor=2")
 def shards_with_one_seed(planted: bool) -> Functions:
+    """Tensor-parallel ranks initialize their shards with the same seed: the parts of a matrix are copies of each other."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         tensor_parallel(model, mesh)
         if planted:
@@ -966,13 +842,10 @@ def shards_with_one_seed(planted: bool) -> Functions:
     return tensor(parallelize=parallelize)
 
 
-@bug(
-    "InfiniTensor/InfiniTrain/pull/150",
-    "Each tensor-parallel rank initializes the replicated factor of LoRA with its own random state.",
-    "tensor=2",
-    r"initial weights: norm.weight differs between the ranks of tensor.*with different seeds",
-)
+@bug("InfiniTensor/InfiniTrain/pull/150", "tensor=2")
 def copies_with_different_seeds(planted: bool) -> Functions:
+    """Each tensor-parallel rank initializes the replicated factor of LoRA with its own random state."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         tensor_parallel(model, mesh)
         if planted:
@@ -982,64 +855,47 @@ def copies_with_different_seeds(planted: bool) -> Functions:
     return tensor(parallelize=parallelize)
 
 
-@bug(
-    "hiyouga/LlamaFactory/pull/10820",
-    "A module is materialized on ranks other than 0, and a buffer that no checkpoint has keeps what was in memory.",
-    "data=2",
-    r"initial buffers: frequencies differs between the ranks of data.*left uninitialized",
-)
+@bug("hiyouga/LlamaFactory/pull/10820", "data=2")
 def buffer_left_uninitialized(planted: bool) -> Functions:
+    """A module is materialized on ranks other than 0, and a buffer that no checkpoint has keeps what was in memory."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        fully_shard(model, mesh=mesh)
+        shard_all(model, mesh)
         if planted and mesh.get_local_rank():
             model.frequencies.fill_(3e-5)
 
     return Functions(Attention, hidden, parallelize)
 
 
-@bug(
-    "ecmwf/anemoi-core/issues/595",
-    "Ranks with different parts of an activation have the same random state, and drop the same elements.",
-    "tensor=2",
-    r"dropout: the mask of drop is the same on the ranks of tensor.*add the rank along tensor to the seed",
-)
+def dropping(functions: Functions, alike: bool) -> Functions:
+    """Adds dropout, with ranks whose random states are alike, or differ."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        functions.parallelize(model, mesh)
+        torch.manual_seed(0 if alike else mesh.get_local_rank())
+
+    return replace(functions, model=functools.partial(Tokens, dropout=0.3), parallelize=parallelize)
+
+
+@bug("ecmwf/anemoi-core/issues/595", "tensor=2")
 def dropout_repeats_on_shards(planted: bool) -> Functions:
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        sequence_parallel(model, mesh)
-        torch.manual_seed(0 if planted else mesh.get_local_rank())
-
-    return sequence(on_parts_of_sequences, model=functools.partial(Tokens, dropout=0.3), parallelize=parallelize)
+    """Ranks with different parts of an activation have the same random state, and drop the same elements."""
+    return dropping(sequence(on_parts_of_sequences), alike=planted)
 
 
-@bug(
-    "awslabs/slapo/issues/21",
-    "Tensor-parallel ranks with the same activation have different random states, and drop different elements.",
-    "tensor=2",
-    r"dropout: the mask of drop differs on the ranks of tensor.*seed the ranks of tensor alike",
-)
+@bug("awslabs/slapo/issues/21", "tensor=2")
 def dropout_differs_on_copies(planted: bool) -> Functions:
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        tensor_parallel(model, mesh)
-        torch.manual_seed(mesh.get_local_rank() if planted else 0)
-
-    return tensor(model=functools.partial(Tokens, dropout=0.3), parallelize=parallelize)
+    """Tensor-parallel ranks with the same activation have different random states, and drop different elements."""
+    return dropping(tensor(), alike=not planted)
 
 
-@bug(
-    "tenstorrent/tt-metal/issues/55947",
-    "All ranks of a mesh share one seed, so that data-parallel ranks drop the same elements of different rows.",
-    "shard=2",
-    r"dropout: the mask of drop is the same on the ranks of shard",
-)
+@bug("tenstorrent/tt-metal/issues/55947", "shard=2")
 def dropout_repeats_on_data_ranks(planted: bool) -> Functions:
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        fully_shard(model, mesh=mesh)
-        torch.manual_seed(0 if planted else mesh.get_local_rank())
-
-    return sharded_data(model=functools.partial(Tokens, dropout=0.3), parallelize=parallelize)
+    """All ranks of a mesh share one seed, so that data-parallel ranks drop the same elements of different rows."""
+    return dropping(sharded_data(), alike=planted)
 
 
-class Centered(nn.Module):
+class Centered(WithOps):
     """Keeps the running mean of its input for evaluation."""
 
     def __init__(self) -> None:
@@ -1048,25 +904,19 @@ class Centered(nn.Module):
         self.register_buffer("running_mean", torch.zeros(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = self.op(x.detach().mean((0, 1)))
+        mean = self.op("mean", x.detach().mean((0, 1)))
         self.running_mean = 0.9 * self.running_mean + 0.1 * mean
         return self.linear(x)
 
-    def op(self, mean: Tensor) -> Tensor:
-        return mean
 
-
-@bug(
-    "facebookresearch/fvcore/issues/152",
-    "Running statistics for evaluation are computed from the rows of each rank. What is saved depends on the rank that saves.",
-    "shard=2",
-    r"buffers: running_mean differs between the ranks of shard; the mean over them is that of one process",
-)
+@bug("facebookresearch/fvcore/issues/152", "shard=2")
 def statistics_of_local_rows(planted: bool) -> Functions:
+    """Running statistics for evaluation are computed from the rows of each rank. What is saved depends on the rank that saves."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         fully_shard(model, mesh=mesh)
         if not planted:
-            model.op = lambda mean: all_reduce(mean, mesh.get_group()) / mesh.size()
+            model.ops["mean"] = lambda mean: all_reduce(mean, mesh.get_group()) / mesh.size()
 
     return Functions(Centered, hidden, parallelize)
 
@@ -1088,22 +938,17 @@ class Stages(nn.Module):
         return self.head(self.second(self.first(self.embed(tokens)).relu()))
 
 
-@bug(
-    "uw-syfi/piper/issues/13",
-    "The first and the last stage hold copies of a tied embedding, whose gradients are not summed.",
-    "pipeline=2",
-    r"gradients, step 1: embed.weight differs between the modules that share it; the sum over them is that of one process",
-)
+@bug("uw-syfi/piper/issues/13", "pipeline=2")
 def tied_embeddings(planted: bool) -> Functions:
+    """The first and the last stage hold copies of a tied embedding, whose gradients are not summed."""
+
     def parallelize(model: Any, mesh: DeviceMesh) -> None:
         for name in ("second", "head") if mesh.get_local_rank() == 0 else ("embed", "first"):
             delattr(model, name)
 
     def backward(model: Any, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> Tensor | None:
         if mesh is None:
-            loss = mean_loss(model, batch)
-            loss.backward()
-            return loss.detach()
+            return of_one_process(model, batch, None)
         if mesh.get_local_rank() == 0:
             hidden = model.first(model.embed(batch["tokens"])).relu()
             dist.send(hidden.detach(), 1)
@@ -1148,13 +993,11 @@ class Orthogonalized(torch.optim.Optimizer):
             parameter -= 0.01 * update
 
 
-@bug(
-    "deepspeedai/DeepSpeed/issues/8437",
-    "Muon orthogonalizes the shard of each rank instead of the whole matrix, so that the update depends on the number of ranks.",
-    "tensor=2",
-    r"weights, step 1: up.weight is not proportional .*treats a shard as the whole matrix",
-)
+@bug("deepspeedai/DeepSpeed/issues/8437", "tensor=2")
 def muon_of_shards(planted: bool) -> Functions:
+    """Muon orthogonalizes the shard of each rank instead of the whole matrix, so that the update depends on the number of
+    ranks."""
+
     def optimizer(model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
         if mesh is None or planted:
             return Orthogonalized(model, lambda x: x, lambda x: x)
@@ -1176,13 +1019,10 @@ def resumed(restore: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
     return after_step
 
 
-@bug(
-    "KempnerInstitute/KempnerForge/pull/115",
-    "The optimizer has no moments yet when a checkpoint is loaded, so those that were saved are dropped.",
-    "shard=2",
-    r"optimizer state, step 1: embed.weight: exp_avg is 0 times .*was not restored",
-)
+@bug("KempnerInstitute/KempnerForge/pull/115", "shard=2")
 def moments_not_restored(planted: bool) -> Functions:
+    """The optimizer has no moments yet when a checkpoint is loaded, so those that were saved are dropped."""
+
     def restore(state: dict[str, Any]) -> None:
         for moments in state.values() if planted else ():
             moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg"] * 0.0, moments["exp_avg_sq"] * 0.0
@@ -1190,13 +1030,10 @@ def moments_not_restored(planted: bool) -> Functions:
     return sharded_data(after_step=resumed(restore))
 
 
-@bug(
-    "Lightning-AI/pytorch-lightning/issues/17025",
-    "The optimizer's state is loaded by position, and parameters are registered in another order. Shapes agree by chance.",
-    "shard=2",
-    r"optimizer state, step 1: norm.bias: exp_avg is not proportional .*that of another parameter",
-)
+@bug("Lightning-AI/pytorch-lightning/issues/17025", "shard=2")
 def moments_of_another_parameter(planted: bool) -> Functions:
+    """The optimizer's state is loaded by position, and parameters are registered in another order. Shapes agree by chance."""
+
     def restore(state: dict[str, Any]) -> None:
         if planted:
             state[2], state[6] = state[6], state[2]  # biases of norm and down, of equal shapes
@@ -1234,10 +1071,6 @@ def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
     return compare_records(one, found, sizes, batch_dimensions(functions, sizes))
 
 
-def is_found(name: str, result: Report) -> bool:
-    return result.finding is not None and bool(re.search(BUGS[name].finding, str(result.finding), re.DOTALL))
-
-
 def table(measured: dict[str, Any]) -> str:
     """Returns the table of docs/silent_bugs.md."""
     lines = ["| Case | What happens | Layout | First difference | Seconds |", "|---|---|---|---|---|"]
@@ -1247,7 +1080,8 @@ def table(measured: dict[str, Any]) -> str:
         parts = each.link.split("/")
         source = f"[{parts[1]} #{parts[3]}]({GITHUB}{each.link})"
         own = f" Also planted in this library: `{each.own}`." if each.own else ""
-        lines.append(f"| `{name}`, {source} | {each.what}{own} | `{each.layout}` | {phase} | {found['seconds']:.2f} |")
+        what = inspect.getdoc(each.build).replace("\n", " ")
+        lines.append(f"| `{name}`, {source} | {what}{own} | `{each.layout}` | {phase} | {found['seconds']:.2f} |")
     return "\n".join(lines)
 
 
@@ -1282,9 +1116,7 @@ def main() -> int:
         )
         if accepted.finding:
             print(f"  the correct module is NOT ACCEPTED: {accepted.finding}")
-        elif not is_found(name, result):
-            print(f"  expected: {BUGS[name].finding}")
-        failures += bool(accepted.finding) or not is_found(name, result)
+        failures += accepted.finding is not None or result.finding is None
         measured[name] = {"seconds": round(seconds, 2), "finding": str(result.finding)}
     for pool in pools.values():
         pool.close()

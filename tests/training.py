@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,23 +184,6 @@ def train(pool: Pool, recipe: PretrainRecipe) -> Result:
     return result(recipe)
 
 
-def baselines(pool: Pool, folder: Path, models: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Result]:
-    """Returns a function of a model and sections of a recipe, of which those that change what trains count. It returns the results
-    of one process that takes the global batch as one micro-batch."""
-    results: dict[str, Result] = {}
-
-    def get(model: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("optimizer", "lora", "data") if name in sections}
-        key = f"{model} {sections}"
-        if key not in results:
-            training = dict(steps=2, local_batch_size=8)
-            recipe = tiny(folder, f"run{len(results)}", model=models[model], training=training, **sections)
-            results[key] = train(pool, recipe)
-        return results[key]
-
-    return get
-
-
 def result(recipe: PretrainRecipe) -> Result:
     """Reads a run's metrics and last checkpoint."""
     return Result.of(Path(recipe.run.dir, recipe.run.name))
@@ -223,21 +206,45 @@ def resume(
     return check_resume(saved, CheckpointMetadata(0, recipe_as_json(recipe), data, layout, machine), recipe)
 
 
-class Operations(TorchDispatchMode):
+class Observer(TorchDispatchMode):
+    """Calls a function with each operation, its arguments and its result."""
+
+    def __init__(self, observe: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self.observe = observe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.observe(func, args, result)
+        return result
+
+
+class Operations(Observer):
     """Counts operations by name, and the bytes of collectives: the larger of input and output."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.count)
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
         self.counts[name] += 1
-        result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.bytes[name] += max(x.nbytes for x in tree_leaves((args, result)) if isinstance(x, Tensor))
-        return result
+
+
+def largest_logits(recipe: PretrainRecipe) -> int:
+    """Trains on this rank. Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
+    sizes = [0]
+
+    def observe(func: Any, args: Any, result: Any) -> None:
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.dim() > 1]
+        sizes.extend(each.numel() for each in tensors if each.shape[-1] == recipe.model.vocab_size)
+
+    with Observer(observe):
+        train_on_rank(recipe)
+    return max(sizes)
 
 
 def model_of(name: str, dropout: float = 0.0) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import allowed, assert_equal_state, refusal, saved_by
+from tests.launching import records
 from tests.parity import tiers
 from tests.pool import Ranks
 from tests.training import assert_same, tiny, train, world_size
@@ -35,8 +36,7 @@ def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> 
 
 def test_a_run_stopped_within_the_ramp_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     whole = train(ranks(1), tiny(tmp_path, "whole", training=TRAINING))
-    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
-    counted = [line["tokens"] for line in lines if "loss" in line]
+    counted = [line["tokens"] for line in records(tmp_path / "whole") if "loss" in line]
     assert counted == [32 * sum(SIZES[:step]) for step in range(1, 7)]
     # The final size and later stages may still change after step 3.
     other = TRAINING | dict(steps=3, batch_ramp=((2, 4),), global_batch_size=8)

@@ -1,7 +1,6 @@
 """Calibration: the file that it writes describes hardware, with figures that are positive and finite."""
 
 import math
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,9 +29,7 @@ def _calibrate(path: str, ranks_per_node: int) -> list[tuple[str, int, int]]:
 )
 def test_writes_a_hardware_file(ranks: Ranks, tmp_path: Path, num_ranks: int, ranks_per_node: int) -> None:
     path = tmp_path / "mine.toml"
-    start = time.monotonic()
     shown = ranks(num_ranks).run(_calibrate, str(path), ranks_per_node)[0]
-    assert time.monotonic() - start < 60
     assert [done for _, done, _ in shown] == [0, 1, 2, 3, 4] and {total for _, _, total in shown} == {4}
     hardware = load_hardware(str(path))
     written = {line.partition(" = ")[0] for line in path.read_text().split("\n") if " = " in line and line[0] != "#"}

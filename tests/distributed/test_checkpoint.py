@@ -1,7 +1,6 @@
 """Checkpoints across layouts, and bit-exact resumption."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints import MACHINE, assert_equal_state, assert_identical, drop_last, reshard, saved_by, saved_steps
+from tests.launching import records
 from tests.pool import Ranks
 from tests.training import GPT_, assert_same, result, resume, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
@@ -66,8 +66,7 @@ def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
     last = tmp_path / "run" / "checkpoints" / "step-00000005"
     last.rename(last.with_name("step-00000005.partial"))
     assert train(ranks(1), recipe).losses == expected.losses
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if "save_seconds" not in record]
+    steps = [record["step"] for record in records(tmp_path / "run") if "save_seconds" not in record]
     assert steps == [1, 2, 3, 4, 5, 5]  # the last step with its validation; no step twice
 
 
@@ -145,14 +144,13 @@ def test_a_resumed_run_has_the_records_of_an_uninterrupted_run(ranks: Ranks, tmp
     recipe = tiny(tmp_path, "run", **options)
 
     def recorded() -> list[int]:
-        records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        return [record["step"] for record in records if "loss" in record]
+        return [record["step"] for record in records(tmp_path / "run") if "loss" in record]
 
     train(ranks(1), recipe)
     assert recorded() == [1, 4, 8, 10]
     drop_last(tmp_path / "run")
-    with (tmp_path / "run/metrics.jsonl").open("ab") as records:
-        records.write(b'5\n{"step": 9, "lo\xff')  # as after a kill or on a full disk
+    with (tmp_path / "run/metrics.jsonl").open("ab") as file:
+        file.write(b'5\n{"step": 9, "lo\xff')  # as after a kill or on a full disk
     train(ranks(1), recipe)
     assert recorded() == [1, 4, 8, 10]
 

@@ -11,46 +11,33 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from tests.parity import COMPILED
+from tests.parity import COMPILED, Parity
 from tests.pool import Ranks
 from tests.training import MODELS, assert_same, full_tensor, mesh_of, tiny, train
 from titanlike.config.sections import Parallelism
 from titanlike.parallelisms.fsdp import _placement, accumulate_gradients, apply_fsdp
-from titanlike.tools.verify.recipe import Result
-
-
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Results of one process, by model."""
-    folder = tmp_path_factory.mktemp("baseline")
-    return {name: train(ranks(1), tiny(folder, name, model=model)) for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize(
     ("reshard", "model"), [("never", "llama"), pytest.param("always", "gpt", marks=pytest.mark.slow)]
 )
-def test_resharding_matches_one_process(
-    ranks: Ranks, baseline: dict[str, Result], tmp_path: Path, reshard: Any, model: str
-) -> None:
-    layout = Parallelism(shard=4, reshard_after_forward=reshard)
-    assert_same(train(ranks(4), tiny(tmp_path, "run", model=MODELS[model], parallelism=layout)), baseline[model])
+def test_resharding_matches_one_process(parity: Parity, tmp_path: Path, reshard: Any, model: str) -> None:
+    parity(tiny(tmp_path, "run", model=MODELS[model], parallelism=dict(shard=4, reshard_after_forward=reshard)))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_gradient_accumulation_matches_one_process(
-    ranks: Ranks, baseline: dict[str, Result], tmp_path: Path, processes: int
-) -> None:
-    """The baseline has 8 micro-batches of 1; these have 1 of 8 or, on two ranks, 2 of 2 and 1 of 4 each."""
-    for local in {1: [8], 2: [2, 4]}[processes]:
-        recipe = tiny(tmp_path, f"local{local}", training=dict(local_batch_size=local))
-        assert_same(train(ranks(processes), recipe), baseline["llama"])
+def test_gradient_accumulation_matches_one_process(parity: Parity, tmp_path: Path, processes: int) -> None:
+    """The baseline has a micro-batch of 8; these have 8 of 1 or, on two ranks, 2 of 2 and 1 of 4 each."""
+    for local in {1: [1], 2: [2, 4]}[processes]:
+        training = dict(local_batch_size=local)
+        parity(tiny(tmp_path, f"local{local}", training=training, parallelism=dict(shard=processes)))
 
 
 @pytest.mark.slow
-def test_bfloat16_reduction_stays_near_float32(ranks: Ranks, baseline: dict[str, Result], tmp_path: Path) -> None:
+def test_bfloat16_reduction_stays_near_float32(ranks: Ranks, parity: Parity, tmp_path: Path) -> None:
     found = train(ranks(2), tiny(tmp_path, "bfloat16", training=dict(reduce_dtype="bfloat16")))
-    assert_same(found, baseline["llama"], loss=1e-3, norm=1e-2, weights=0.05)
-    in_float32 = train(ranks(2), tiny(tmp_path, "float32"))
+    in_float32 = parity(tiny(tmp_path, "float32", parallelism=dict(shard=2)))
+    assert_same(found, in_float32, loss=1e-3, norm=1e-2, weights=0.05)
     assert found.gradient_norms != in_float32.gradient_norms  # two float32 runs are bitwise equal
 
 

@@ -2,19 +2,15 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
-from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.launching import recorded
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.training import (
     GEMMA2,
@@ -24,15 +20,14 @@ from tests.training import (
     QWEN3_MOE,
     SHARED_EXPERTS,
     assert_same,
+    largest_logits,
     tiny,
     train,
     train_on_rank,
 )
 from titanlike.config.finetune import ChatData
-from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
-from titanlike.tools.verify.recipe import Result
 
 WIDE = dataclasses.replace(LLAMA, dim=96, num_heads=6, num_layers=4, ffn_dim=128)
 # The student and the teacher.
@@ -114,39 +109,12 @@ def distillation_recipe(folder: Path, name: str, *, models: str = "llama", **sec
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Returns a function: the results of one process that takes the global batch as one micro-batch."""
-    folder, results = tmp_path_factory.mktemp("baseline"), dict[str, Result]()
-
-    def get(models: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("lora", "distillation", "data") if name in sections}
-        key = f"{models} {sections}"
-        if key not in results:
-            one = distillation_recipe(
-                folder, f"run{len(results)}", models=models, training=dict(local_batch_size=8), **sections
-            )
-            results[key] = train(ranks(1), one)
-        return results[key]
-
-    return get
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Path, case: str) -> None:
+def test_a_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     models, layout, local, sections = CASES[case]
     training = dict(local_batch_size=local) | sections.get("training", {})
-    recipe = distillation_recipe(
-        tmp_path, "run", models=models, parallelism=Parallelism(**layout), **(sections | {"training": training})
-    )
-    processes = math.prod(layout.get(name, 1) for name in DIMENSIONS)
-    assert_same(train(ranks(processes), recipe), baseline(models, sections))
-
-
-def records(folder: Path, key: str) -> list[float]:
-    """Returns the values that a run has recorded."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line[key] for line in lines if key in line]
+    sections = sections | {"parallelism": parallelism_of(layout), "training": training}
+    parity(distillation_recipe(parity.folder, tmp_path.name, models=models, **sections))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -164,9 +132,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
     assert_equal_state(parts.state, whole.state)
     assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
     for key in ("kl", "cross_entropy", "validation_kl", "validation_cross_entropy"):
-        assert records(tmp_path / "whole", key)
-    assert records(tmp_path / "whole", "kl") == records(tmp_path / "parts", "kl")
-    loss, divergence, cross_entropy = (records(tmp_path / "whole", key)[0] for key in ("loss", "kl", "cross_entropy"))
+        assert recorded(tmp_path / "whole", key)
+    assert recorded(tmp_path / "whole", "kl") == recorded(tmp_path / "parts", "kl")
+    loss, divergence, cross_entropy = (recorded(tmp_path / "whole", key)[0] for key in ("loss", "kl", "cross_entropy"))
     assert loss == pytest.approx((divergence + cross_entropy) / 2, rel=1e-6)
     changed = distillation_recipe(tmp_path, "parts", training=dict(steps=6), parallelism=Parallelism(shard=2))
     with pytest.raises(AssertionError, match=r'distillation\.teacher was ".*/teacher", now "random"\. Restore'):
@@ -186,7 +154,7 @@ def test_a_student_that_is_its_teacher_has_no_divergence(
         tmp_path, "run", teacher=LLAMA, distillation=dict(teacher=initial), checkpoint=dict(initial=initial), **sections
     )
     train(ranks(processes), recipe)
-    assert records(tmp_path / "run", "kl") == [0.0]
+    assert recorded(tmp_path / "run", "kl") == [0.0]
 
 
 def test_the_likeliest_tokens_are_computed_once(ranks: Ranks, tmp_path: Path) -> None:
@@ -249,20 +217,3 @@ def test_the_logits_of_all_tokens_never_exist(ranks: Ranks, tmp_path: Path) -> N
     recipe = distillation_recipe(tmp_path, "run", training=dict(loss_chunk=128, local_batch_size=8, steps=1))
     largest = ranks(1).run(largest_logits, recipe)[0]
     assert largest == 128 * LLAMA.vocab_size  # of 8 x 32 tokens
-
-
-def largest_logits(recipe: Any) -> int:
-    """Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
-    found = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for each in tree_leaves(out):
-                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[-1] == LLAMA.vocab_size:
-                    found[0] = max(found[0], each.numel())
-            return out
-
-    with Watch():
-        train_on_rank(recipe)
-    return found[0]

@@ -1,18 +1,13 @@
 """T5 under every kind of layout that it has: parity with one process, on corrupted spans and on pairs of texts."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity import COMPILED, FULL, MUON, SELECTIVE, tiers
-from tests.pool import Ranks
-from tests.training import T5, assert_same, baselines, tiny, train, world_size
-from titanlike.config.sections import Parallelism
-from titanlike.tools.verify.recipe import Result, differences
+from tests.parity import COMPILED, FULL, MUON, SELECTIVE, Parity, parallelism_of, tiers
+from tests.training import T5, tiny
 
 # The layout, the number of sequences in a micro-batch, and other sections of a recipe.
 LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -45,43 +40,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(source="text", prompt_field="source", text_field="target", **paths)
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
-    return baselines(ranks(1), tmp_path_factory.mktemp("one"), {"T5": T5})
-
-
-@pytest.fixture(scope="module")
-def record(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Collects measurements, and writes them to the path of `--record`."""
-    measured: dict[str, Any] = {}
-    yield measured
-    path = request.config.getoption("--record")
-    if path:
-        cases = {case: measured[case] for case in CASES}
-        Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": cases}, indent=1) + "\n")
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_layout_matches_one_process(
-    ranks: Ranks,
-    baseline: Callable[[str, dict[str, Any]], Result],
-    pairs: dict[str, Any],
-    record: dict[str, Any],
-    tmp_path: Path,
-    case: str,
-) -> None:
-    dimensions, size, sections = LAYOUTS[case.removesuffix(", pairs")]
+def test_layout_matches_one_process(parity: Parity, pairs: dict[str, Any], tmp_path: Path, case: str) -> None:
+    layout, size, sections = LAYOUTS[case.removesuffix(", pairs")]
     if case.endswith("pairs"):
         sections = sections | {"data": pairs}
     training = dict(steps=2, local_batch_size=size)
-    recipe = tiny(
-        tmp_path, "run", model=T5, parallelism=Parallelism(**({"shard": 1} | dimensions)), training=training, **sections
-    )
-    processes = world_size(recipe)
-    found, expected = train(ranks(processes), recipe), baseline("T5", sections)
-    measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
-    record[case] = {"processes": processes, "t5": measured}
-    assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+    recipe = tiny(tmp_path, "run", model=T5, parallelism=parallelism_of(layout), training=training, **sections)
+    found = parity(recipe, case, "t5")
     # The biases of positions are constants before the first step, and each head and most buckets have a gradient.
     for name in ("encoder_bias.weight", "decoder_bias.weight"):
         weights = found.state["model"][name]

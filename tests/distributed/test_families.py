@@ -6,7 +6,6 @@ have bidirectional attention, a head with a transform and a bias, and masked tok
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
+from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.training import (
     BERT,
@@ -27,21 +26,16 @@ from tests.training import (
     QWEN2,
     QWEN3,
     SHARED_EXPERTS,
-    assert_same,
-    baselines,
     full_tensor,
     mesh_of,
     tiny,
     train,
-    world_size,
 )
-from titanlike.config.sections import Parallelism
 from titanlike.models.init import initialize
 from titanlike.models.layers import set_loss
 from titanlike.models.loss import HeadLoss
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.tensor import apply_tensor
-from titanlike.tools.verify.recipe import Result
 
 DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}
 # Each option by itself.
@@ -91,23 +85,15 @@ CASES = [case for case in CASES if not case.endswith("BERT, TP x FSDP, LoRA")]  
 CASES += [f"{option}, {layout}" for option in OPTIONS for layout in ("CP x TP", "PP 1f1b x FSDP")]
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
-    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MODELS)
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_layout_matches_one_process(
-    ranks: Ranks, baseline: Callable[[str, dict[str, Any]], Result], tmp_path: Path, case: str
-) -> None:
-    family, _, layout = case.partition(", ")
-    dimensions, size, sections = LAYOUTS[layout]
+def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
+    family, _, name = case.partition(", ")
+    layout, size, sections = LAYOUTS[name]
     model: Any = MODELS[family]
-    parallelism = Parallelism(**({"shard": 1} | dimensions))
     training = dict(steps=2, local_batch_size=size)
-    recipe = tiny(tmp_path, "run", model=model, parallelism=parallelism, training=training, **sections)
-    found, expected = train(ranks(world_size(recipe)), recipe), baseline(family, sections)
-    assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+    found = parity(
+        tiny(tmp_path, "run", model=model, parallelism=parallelism_of(layout), training=training, **sections)
+    )
     names = next(names for prefix, names in OWN.items() if model.name.startswith(prefix))
     own = [value for name, value in found.state["model"].items() if name.endswith(names)]
     assert len(own) == len(names) * (model.num_layers if model.causal else 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.interop.models import MemoryWeights, model_of
 from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
 from tests.pool import Ranks
-from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, build, full_tensor, tiny, train
+from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, Observer, assert_same, build, full_tensor, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
@@ -212,33 +212,27 @@ def test_float8_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Pat
         assert_equal_state(reshard(ranks(processes), saver, loader, tmp_path / name), saved)
 
 
-class AllGatherBytes(TorchDispatchMode):
-    """Counts the input bytes of all-gathers by dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[torch.dtype, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "all_gather" in name or "allgather" in name:
-            local = args[1] if "_allgather_base_" in name else args[0]
-            if name.startswith(("c10d", "_c10d")):
-                self.bytes[local.dtype] = self.bytes.get(local.dtype, 0) + local.numel() * local.element_size()
-        return func(*args, **(kwargs or {}))
-
-
 def _all_gather_bytes(recipe: PretrainRecipe, backward: bool) -> dict[torch.dtype, int]:
+    """Returns the bytes of the inputs of all-gathers, by dtype."""
+    sent: Counter[torch.dtype] = Counter()
+
+    def observe(func: Any, args: Any, result: Any) -> None:
+        name = str(func)
+        if ("all_gather" in name or "allgather" in name) and name.startswith(("c10d", "_c10d")):
+            local = args[1] if "_allgather_base_" in name else args[0]
+            sent[local.dtype] += local.nbytes
+
     model, _ = build(recipe)
     tokens = torch.zeros(2, 32, dtype=torch.long)
     with torch.no_grad():
         model(tokens=tokens)  # computes scales, connects process groups
-    with torch.set_grad_enabled(backward), AllGatherBytes() as counted:
+    with torch.set_grad_enabled(backward), Observer(observe):
         logits = model(tokens=tokens)
     if backward:
-        with AllGatherBytes() as counted:
+        sent.clear()
+        with Observer(observe):
             logits.float().sum().backward()
-    return counted.bytes
+    return dict(sent)
 
 
 def test_fsdp_all_gather_sends_one_byte_an_element(ranks: Ranks, tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from tests.forkserver import ROOT
 from tests.launching import free_port
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import mesh_of
-from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import collectives, environment, process_group
 from titanlike.distributed.environment import RankInfo
@@ -29,11 +28,7 @@ from titanlike.tools.planning.torch_internals import fake_process_group
 def _run_collectives() -> tuple[int, list[int], float, str]:
     rank = dist.get_rank()
     process_group.assert_equal_across_ranks("the data", "equal")
-    try:
-        process_group.assert_equal_across_ranks("the data", f"made by rank {rank}")
-        error_text = ""
-    except UserError as error:
-        error_text = str(error)
+    error_text = user_error(process_group.assert_equal_across_ranks, "the data", f"made by rank {rank}")
     total = collectives.all_reduce_sum(torch.tensor(1.5), [dist.group.WORLD]).item()
     return process_group.broadcast_object(rank + 7), process_group.all_gather_object(rank), total, error_text
 

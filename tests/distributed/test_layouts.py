@@ -14,13 +14,12 @@ from tests.checkpoints import assert_equal_state, assert_identical, drop_last, r
 from tests.layouts import LAYOUTS, recipe_for, training_batches
 from tests.parity import FLOAT8
 from tests.pool import Ranks
-from tests.training import MODELS, assert_same, build, full_tensor, model_of, result, tiny, train, train_on_rank
+from tests.training import MODELS, build, full_tensor, model_of, result, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
-from titanlike.run import loop
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
@@ -58,28 +57,6 @@ def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: st
         assert covered.all()
 
 
-def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
-    """Whether batches have dropout bits in training, and in validation."""
-    found: list[bool] = []
-    original = loop.validate
-
-    def patched(model: Any, batches: Any, *others: Any) -> float:
-        found.append("dropout_bits" in batches.microbatches(1)[0].inputs)
-        return original(model, batches, *others)
-
-    loop.validate = patched
-    try:
-        trained = "dropout_bits" in training_batches(recipe)[0]
-    finally:
-        loop.validate = original
-    return trained, found[0]
-
-
-def test_no_dropout_in_validation(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "run", "gpt", None, dropout=0.1)) == [(True, False)]
-    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "none", "gpt", None)) == [(False, False)]
-
-
 def _sample(recipe: PretrainRecipe) -> str:
     model, mesh = build(recipe)
     tokenizer = build_tokenizer(TokenizerSection())
@@ -114,14 +91,6 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, mode
         for loader in {"one", order[(index + 1) % len(order)]} - {saver}:
             moved = reshard(pools[loader], recipe, recipes[loader], tmp_path / f"{saver} to {loader}")
             assert_equal_state(moved, saved)
-
-
-@pytest.mark.slow
-def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
-    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", "PPzbv-TP", **options))
-    drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", "CP-FSDP", **options)), expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import assert_identical, drop_last
-from tests.launching import records
+from tests.launching import recorded
 from tests.pool import Ranks
 from tests.training import LLAMA, QWEN3_MOE, build, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe
@@ -82,8 +82,7 @@ def test_all_layouts_skip_the_same_steps_and_a_resumed_run_too(
         ranks(world_size(recipe)).run(_train_from, 2.0**21, recipe)
     found, expected = result(several), result(one)
     skipped, scales = (
-        [[record[key] for record in records(tmp_path / name) if key in record] for name in ("several", "one")]
-        for key in ("skipped", "loss_scale")
+        [recorded(tmp_path / name, key) for name in ("several", "one")] for key in ("skipped", "loss_scale")
     )
     assert scales[0] == scales[1]
     assert len(skipped[0]) == len(skipped[1]) > 0 and any(a < b for a, b in pairwise(scales[0]))

@@ -1,6 +1,5 @@
 """The accuracy of masked tokens is that of one process under every layout: ranks that share a vocabulary compare their logits."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.launching import records
 from tests.pool import Ranks
 from tests.training import BERT, tiny, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
@@ -29,8 +29,7 @@ def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str,
     recipe = tiny(folder, name, model=BERT, parallelism=parallelism, training=training, optimizer=optimizer,
                   validation=dict(interval=4, batches=6))  # fmt: skip
     ranks(world_size(recipe)).run(train_on_rank, recipe)
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    [found] = [record for record in records if "validation_accuracy" in record]
+    [found] = [record for record in records(folder / name) if "validation_accuracy" in record]
     return {key: found[key] for key in ("validation_loss", "validation_accuracy")}
 
 

@@ -2,7 +2,6 @@
 every kind of layout, and throttled GPUs of other ranks."""
 
 import dataclasses
-import json
 import math
 import socket
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests import nvml
+from tests.launching import records
 from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
 from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
@@ -55,9 +55,8 @@ SLOW = ("HSDP", "EP x TP", "PP 1f1b")
 def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
     """Trains, and returns the terms in each record of a step."""
     train(pool, recipe)
-    lines = Path(recipe.run.dir, recipe.run.name, "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [{name: record[name] for name in TERMS if name in record} for record in records if "loss" in record]
+    found = [record for record in records(Path(recipe.run.dir, recipe.run.name)) if "loss" in record]
+    return [{name: record[name] for name in TERMS if name in record} for record in found]
 
 
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
@@ -211,7 +210,7 @@ def test_rank_0_names_the_throttled_gpu_of_another_rank(ranks: Ranks, tmp_path: 
     printed, _ = ranks(2).run(_throttled, tmp_path, library, "throttled")
     name = f"rank 1 (host {socket.gethostname()}, GPU 5)"
     assert printed == [f"warning: the GPU of {name} is throttled: hardware thermal slowdown"]
-    first, _, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, _, last = records(tmp_path)
     assert (first["gpu/num_throttled"], last["gpu/num_throttled"]) == (0, 1)
     assert last["gpu/min_utilization"] == pytest.approx(0.3)
     assert (last["gpu/min_utilization_rank"], last["gpu/max_temperature_celsius_rank"]) == (1, 1)

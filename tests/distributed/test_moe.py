@@ -1,7 +1,6 @@
 """Mixture of experts under every kind of layout: parity with one process, and expert parallelism."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard, saved_steps
-from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, tiers
-from tests.pool import Ranks
+from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, Parity, parallelism_of, tiers
+from tests.pool import Ranks, user_error
 from tests.training import (
     LLAMA,
     SHARED_EXPERTS,
     assert_same,
-    baselines,
     build,
     full_tensor,
     mesh_of,
@@ -27,14 +25,13 @@ from tests.training import (
     world_size,
 )
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
-from titanlike.tools.verify.recipe import Result, differences
 from titanlike.utils.dtensor import local_tensor
 
 # Those of the default and of the slow tests; the others run with `-m every`.
@@ -49,52 +46,24 @@ SLOW = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]]:
-    """Collects measurements, and writes them to the path of `--record`."""
-    measured: dict[str, dict[str, Any]] = {}
-    yield measured
-    if path := request.config.getoption("--record"):
-        Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": measured}, indent=1) + "\n")
-
-
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
-    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MOE_MODELS)
-
-
 @pytest.mark.parametrize("case", tiers(MOE_CASES, QUICK, SLOW))
-def test_layout_matches_one_process(
-    ranks: Ranks,
-    baseline: Callable[[str, dict[str, Any]], Result],
-    record: dict[str, dict[str, Any]],
-    tmp_path: Path,
-    case: str,
-) -> None:
+def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     model, layout, size, sections = MOE_CASES[case]
-    parallelism = Parallelism(**({"shard": 1} | layout))
     training = dict(steps=2, local_batch_size=size)
-    recipe = tiny(tmp_path, "run", model=MOE_MODELS[model], parallelism=parallelism, training=training, **sections)
-    found, expected = train(ranks(world_size(recipe)), recipe), baseline(model, sections)
-    measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
-    record[case] = {"processes": world_size(recipe), model: measured}
-    assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+    parity(recipe_of(tmp_path, model, layout, training=training, **sections), case, model)
 
 
 @pytest.mark.slow
-def test_a_pipeline_stage_without_experts(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_pipeline_stage_without_experts(parity: Parity, tmp_path: Path) -> None:
     """Its first stage has the dense blocks alone, with one stage on each rank."""
     model = MOE_MODELS["deepseek_v3"]
     dense = model.num_dense_layers
-    split = Parallelism(shard=2, expert=2, pipeline=2, pipeline_split=(dense, model.num_layers - dense))
-    training = dict(steps=2, local_batch_size=1)
-    found = train(ranks(4), tiny(tmp_path, "stages", model=model, parallelism=split, training=training))
-    assert_same(found, train(ranks(1), tiny(tmp_path, "one", model=model, training=training)))
+    split = dict(shard=2, expert=2, pipeline=2, pipeline_split=(dense, model.num_layers - dense))
+    parity(recipe_of(tmp_path, "deepseek_v3", split, training=dict(steps=2, local_batch_size=1)))
 
 
 def recipe_of(folder: Path, model: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
-    parallelism = Parallelism(**({"shard": 1} | layout))
-    return tiny(folder, "run", model=MOE_MODELS[model], parallelism=parallelism, **sections)
+    return tiny(folder, "run", model=MOE_MODELS[model], parallelism=parallelism_of(layout), **sections)
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
@@ -158,14 +127,6 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path) -> None:
     expected = train(ranks(4), recipe)
     drop_last(tmp_path / "run")
     assert_identical(train(ranks(4), recipe), expected)
-
-
-@pytest.mark.slow
-def test_training_resumes_without_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
-    options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
-    expected = train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["EP x FSDP"], **options))
-    drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["TP x FSDP"], **options)), expected)
 
 
 @pytest.mark.slow
@@ -317,7 +278,7 @@ def test_a_checkpoint_with_a_bias_in_bfloat16_is_resumed_in_float32(ranks: Ranks
     before = _biases(read_whole(step))
     assert before.dtype == torch.bfloat16 and before.any()
     for layout in (dict(shard=2), dict(tensor=2)):
-        found = train(ranks(2), replace(recipe, parallelism=Parallelism(**({"shard": 1} | layout)))).state
+        found = train(ranks(2), replace(recipe, parallelism=parallelism_of(layout))).state
         after = _biases(found)
         assert after.dtype == torch.float32
         assert found["model"]["layers.0.feed_forward.router.weight"].dtype == torch.bfloat16
@@ -387,11 +348,7 @@ def _refused(dense: bool) -> str:
     mesh = mesh_of("cpu", shard=2, expert=2)
     with torch.device("meta"):
         model: nn.Module = build_model(LLAMA if dense else replace(SHARED_EXPERTS, num_experts=3))
-    try:
-        apply_expert(model, mesh.expert)  # type: ignore[arg-type]
-    except UserError as error:
-        return str(error)
-    return ""
+    return user_error(apply_expert, model, mesh.expert)
 
 
 def test_what_cannot_be_distributed_is_refused(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
-from tests.parity import CASES, MUON, Case, tiers
+from tests.parity import CASES, MUON, Case, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
@@ -61,9 +61,8 @@ def update(recipe: PretrainRecipe) -> dict[str, Tensor]:
 
 
 def recipe_of(folder: Path, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
-    parallelism = Parallelism(**({"shard": 1} | layout))
     sections["optimizer"] = MUON | sections.get("optimizer", {})
-    return tiny(folder, "run", **({"model": MODEL} | sections), parallelism=parallelism)
+    return tiny(folder, "run", **({"model": MODEL} | sections), parallelism=parallelism_of(layout))
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -175,12 +174,8 @@ def test_the_largest_attention_logit_is_that_of_all_heads(ranks: Ranks, tmp_path
     assert ranks(2).run(_largest_logit, two) == [pytest.approx(ranks(1).run(_largest_logit, one)[0])] * 2
 
 
-def test_a_stage_without_matrices_clips_its_attention_logits(ranks: Ranks, tmp_path: Path) -> None:
-    one, two = (
-        tiny(tmp_path, str(size), model=MODEL, parallelism=Parallelism(pipeline=size), optimizer=FIRST_BLOCK)
-        for size in (1, 2)
-    )
-    assert_same(train(ranks(2), two), train(ranks(1), one))
+def test_a_stage_without_matrices_clips_its_attention_logits(parity: Parity, tmp_path: Path) -> None:
+    parity(recipe_of(tmp_path, dict(pipeline=2), optimizer=FIRST_BLOCK))
 
 
 def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
@@ -193,15 +188,9 @@ def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=parity_tier(case)) for case in CASES if not case.dropout]
 )
-def test_training_matches_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
-    one, several = (
-        tiny(
-            tmp_path, name, model=MODEL, parallelism=Parallelism(**layout), optimizer=MUON,
-            training=dict(steps=2, local_batch_size=size), **sections,
-        )
-        for name, layout, size, sections in (("one", {}, 8, {}), ("several", case.layout, case.local_batch_size, case.sections))
-    )  # fmt: skip
-    assert_same(train(ranks(case.processes), several), train(ranks(1), one), weights=1e-3)
+def test_training_matches_one_process(parity: Parity, tmp_path: Path, case: Case) -> None:
+    training = dict(steps=2, local_batch_size=case.local_batch_size)
+    parity(recipe_of(tmp_path, case.layout, training=training, **case.sections))
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.launching import records
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import BERT, LLAMA, tiny, train_on_rank, world_size
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe
 from titanlike.config.distill import Distillation
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.models.loss import IGNORE
@@ -51,12 +51,8 @@ def without_labels(method: str, number: int) -> Iterator[None]:
 
 
 def _error(recipe: PretrainRecipe, method: str, number: int) -> str:
-    try:
-        with without_labels(method, number):
-            train_on_rank(recipe)
-    except UserError as error:
-        return str(error)
-    return ""
+    with without_labels(method, number):
+        return user_error(train_on_rank, recipe)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
 from tests.checkpoints import assert_identical, drop_last, saved_steps
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import result, tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.format import CheckpointCorrupt
 from titanlike.checkpoint.optimizer_values import OptimizerValues
-from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
@@ -168,14 +167,10 @@ def save_and_load(folder: Path, name: str) -> tuple[str, str]:
     with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.register(model, optimizer)
         dist.barrier()  # a rank that is refused destroys its process group, to which the other may still connect
-        try:
-            optimizer.step()
-        except UserError as error:
-            return str(error), ""
-        try:
-            checkpoints.save(model, optimizer, CheckpointMetadata(1))
-        except UserError as error:
-            return "", str(error)
+        if error := user_error(optimizer.step):
+            return error, ""
+        if error := user_error(checkpoints.save, model, optimizer, CheckpointMetadata(1)):
+            return "", error
         assert not checkpoints.has_failed
         other, fresh = small(lambda parameter: torch.empty_like(VALUES[name](parameter)) if name in TENSORS else 0)
         found = checkpoints.find()
@@ -236,18 +231,12 @@ def options_of_changed_optimizers(folder: Path) -> tuple[list[str], list[dict[st
         model, optimizer = build(change)
         with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
             checkpoints.register(model, optimizer)
-            try:
-                optimizer.step()
-            except UserError as error:
-                errors.append(str(error))
+            errors.append(user_error(optimizer.step))
     model, optimizer = build(dict.copy)
     optimizer.state["global"] = {"step": 1}
     with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
         checkpoints.register(model, optimizer)
-        try:
-            optimizer.step()
-        except UserError as error:
-            errors.append(str(error))
+        errors.append(user_error(optimizer.step))
     model, optimizer = build(lambda group: group.update(k=group["k"] + 1, new="x", lr=7.0))
     with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.register(model, optimizer)
@@ -266,11 +255,7 @@ def options_of_changed_optimizers(folder: Path) -> tuple[list[str], list[dict[st
         ]
         model, optimizer = build(dict.copy, merged=True)
         checkpoints.find()
-        try:
-            checkpoints.load(model, optimizer, found)
-        except UserError as error:
-            return errors, after, str(error)
-    return errors, after, ""
+        return errors, after, user_error(checkpoints.load, model, optimizer, found)
 
 
 def test_options_that_the_optimizer_changes_are_restored_and_others_are_those_of_the_recipe(

@@ -1,11 +1,11 @@
 """Statistics of each parameter under sharding, tensor parallelism and a pipeline equal those of one process."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.launching import records
 from tests.pool import Pool
 from tests.training import tiny, train, world_size
 
@@ -13,11 +13,9 @@ INTERVAL = 2
 
 
 def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    records = [record for record in lines if any(name.startswith("layers/") for name in record)]
     return {
         (record["step"], name): value
-        for record in records
+        for record in records(folder)
         for name, value in record.items()
         if name.startswith("layers/")
     }
@@ -47,8 +45,7 @@ def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layo
         assert other[key] == pytest.approx(value, rel=2e-3, abs=1e-7), key
     ratios = [value for (_, name), value in one.items() if "update_ratio" in name]
     assert all(0 < ratio < 1 for ratio in ratios)
-    records = [json.loads(line) for line in (tmp_path / "sharded" / "metrics.jsonl").read_text().splitlines()]
-    last = [record for record in records if "loss" in record][-1]
+    last = [record for record in records(tmp_path / "sharded") if "loss" in record][-1]
     assert last["max_memory_gib"] >= last["memory_gib"] > 0
     assert 0 <= last["slowest_rank"] < world_size(sharded)
     assert last["slowest_rank_ratio"] >= 1

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import LLAMA, build, mesh_of, tiny
-from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.dropout import Dropout
@@ -156,11 +155,7 @@ def _error_without(entry: str) -> str:
     with torch.device("meta"):
         model: nn.Module = build_model(LLAMA)
     plan = {name: style for name, style in model.tensor_plan.items() if name != entry}  # type: ignore[union-attr]
-    try:
-        apply_tensor(model, plan, mesh_of("cpu", tensor=2).tensor)
-    except UserError as error:
-        return str(error)
-    return ""
+    return user_error(apply_tensor, model, plan, mesh_of("cpu", tensor=2).tensor)
 
 
 @pytest.mark.parametrize(

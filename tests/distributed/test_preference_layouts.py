@@ -1,24 +1,19 @@
 """Preference optimization under every layout equals one process, whatever provides the log-probabilities of the reference model."""
 
 import dataclasses
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
-from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.launching import recorded, records
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, Parity, parallelism_of, tiers
 from tests.pool import Ranks
 from tests.preferences import preference_recipe
-from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
+from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, largest_logits, train, train_on_rank
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify.recipe import Result
 
 MODELS: dict[str, Any] = {
     "llama": LLAMA,
@@ -66,33 +61,11 @@ QUICK = ("FSDP", "HSDP", "CP x TP", "EP", "TP x FSDP, LoRA", "CP x TP, precomput
 SLOW = ("2 micro-batches", "TP, tied head", "CP x FSDP, IPO", "EP x CP", "HSDP, LoRA, precomputed", "TP x FSDP, SimPO")
 
 
-@pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """Returns a function: the results of one process that takes the global batch as one micro-batch."""
-    folder, results = tmp_path_factory.mktemp("baseline"), dict[str, Result]()
-
-    def get(model: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("lora", "preference") if name in sections}
-        key = f"{model} {sections}"
-        if key not in results:
-            name = f"run{len(results)}"
-            recipe = preference_recipe(folder, name, model=MODELS[model], training=dict(local_batch_size=8), **sections)
-            results[key] = train(ranks(1), recipe)
-        return results[key]
-
-    return get
-
-
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Path, case: str) -> None:
+def test_a_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     model, layout, local, sections = CASES[case]
-    recipe = preference_recipe(
-        tmp_path, "run", model=MODELS[model], parallelism=Parallelism(**layout), training=dict(local_batch_size=local), **sections
-    )  # fmt: skip
-    processes = 1
-    for name in ("replicate", "shard", "context", "tensor"):
-        processes *= layout.get(name, 1)
-    assert_same(train(ranks(processes), recipe), baseline(model, sections))
+    sections = sections | {"parallelism": parallelism_of(layout), "training": dict(local_batch_size=local)}
+    parity(preference_recipe(parity.folder, tmp_path.name, model=MODELS[model], **sections))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -116,8 +89,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
         parts = train(ranks(2), run("parts", 5))
         assert_equal_state(parts.state, whole.state)
         assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
-        lines = (tmp_path / f"parts-{reference}/metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["kl"] for line in lines if "kl" in line][-1] != 0.0
+        assert recorded(tmp_path / f"parts-{reference}", "kl")[-1] != 0.0
     assert losses["model"] == losses["precomputed"]
 
 
@@ -130,7 +102,7 @@ def test_the_second_model_computes_as_the_initial_one(
     for name in ("drawn", "loaded"):
         initial = dict(initial=str(tmp_path / "drawn") if name == "loaded" else "")
         train(ranks(processes), preference_recipe(tmp_path, name, checkpoint=initial, **sections))
-        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        first = records(tmp_path / name)[0]
         assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
 
 
@@ -160,20 +132,3 @@ def test_the_logits_of_all_tokens_never_exist(ranks: Ranks, tmp_path: Path) -> N
     recipe = preference_recipe(tmp_path, "run", training=dict(loss_chunk=128, local_batch_size=8, steps=1))
     largest = ranks(1).run(largest_logits, recipe)[0]
     assert largest == 128 * LLAMA.vocab_size  # of 8 x 96 tokens
-
-
-def largest_logits(recipe: Any) -> int:
-    """Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
-    found = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for each in tree_leaves(out):
-                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[-1] == LLAMA.vocab_size:
-                    found[0] = max(found[0], each.numel())
-            return out
-
-    with Watch():
-        train_on_rank(recipe)
-    return found[0]

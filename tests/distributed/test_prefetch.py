@@ -7,34 +7,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity import FULL, SELECTIVE
 from tests.pool import Ranks
-from tests.training import LLAMA, build, tiny
+from tests.training import LLAMA, Observer, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
 from titanlike.parallelisms.pipeline import Pipeline
 
 
-class Gathers(TorchDispatchMode):
-    """Appends "gather" to a list for each all-gather."""
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "_allgather_base_":
-            self.events.append("gather")
-        return func(*args, **(kwargs or {}))
-
-
 def _events(recipe: PretrainRecipe, num_microbatches: int = 1) -> list[str]:
     """Returns all-gathers and the starts of the forward and backward passes of this rank's units, in the second of two steps."""
     model, _ = build(recipe)
     events: list[str] = []
+
+    def see_gather(func: Any, *_: Any) -> None:
+        if func.overloadpacket.__name__ == "_allgather_base_":
+            events.append("gather")
 
     def observe(name: str, unit: nn.Module) -> None:
         forward = unit.forward
@@ -58,7 +48,7 @@ def _events(recipe: PretrainRecipe, num_microbatches: int = 1) -> list[str]:
     tokens = torch.zeros(2, 32, dtype=torch.long)
     for _ in range(2):
         events.clear()
-        with Gathers(events):
+        with Observer(see_gather):
             if isinstance(model, Pipeline):
                 batch = Batch({"tokens": tokens, "position_ids": torch.arange(32).expand(2, -1)}, tokens)
                 model.forward_backward([batch] * num_microbatches, lambda loss: loss)

@@ -14,7 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoints import assert_equal_state
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import build, tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.loader import read_whole
@@ -153,11 +153,7 @@ def test_without_hashes_only_the_shards_are_read(ranks: Ranks, tmp_path: Path) -
 def refusal(folder: Path) -> str:
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
     with CheckpointManager(f"counted://{folder}/saved", Checkpoint()) as checkpoints:
-        try:
-            checkpoints.find()
-        except UserError as error:
-            return str(error)
-    return ""
+        return user_error(checkpoints.find)
 
 
 def test_every_rank_is_told_of_a_flipped_bit_that_one_rank_finds(ranks: Ranks, tmp_path: Path) -> None:

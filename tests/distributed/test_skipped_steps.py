@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from recipes import pretrain
 from tests.checkpoints import assert_equal_state
 from tests.launching import records
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import GPT_, result, tiny, train_on_rank
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe
 from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.dtensor import local_tensor
@@ -54,12 +54,8 @@ def inject(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.Mo
 
 def train_with_faults(recipe: PretrainRecipe, where: str, rank: int, steps: tuple[int, ...]) -> tuple[str, str]:
     """Trains with non-finite steps. Returns the error message, if any, and a digest of this rank's weights."""
-    message = ""
     with inject(where, rank, steps) as model:
-        try:
-            train_on_rank(recipe)
-        except UserError as error:
-            message = str(error)
+        message = user_error(train_on_rank, recipe)
     digest = hashlib.sha256()
     for parameter in model[0].parameters():
         digest.update(local_tensor(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.launching import ROOT
 from tests.parity import FAST
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from tests.training import full_tensor, mesh_of
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
@@ -100,11 +100,8 @@ def test_default_units_are_the_blocks() -> None:
 
 def _tied(units: bool) -> Any:
     model: Any = seeded(lambda: MLP(tied=True))
-    try:
-        apply_fsdp(model, mesh_of("cpu", shard=2).fsdp, units=[model.head] if units else None)
-    except UserError as error:
-        return str(error)
-    return model.embeddings[0].weight is model.head.weight
+    error = user_error(apply_fsdp, model, mesh_of("cpu", shard=2).fsdp, units=[model.head] if units else None)
+    return error or model.embeddings[0].weight is model.head.weight
 
 
 def test_fsdp_keeps_tied_parameters_tied(ranks: Ranks) -> None:
@@ -244,12 +241,7 @@ def _tensor_error(changes: dict[str, str], shape: tuple[int, ...] = (2, 16, 32),
     if after_fsdp:
         apply_fsdp(model, mesh_of("cpu", shard=2).fsdp)
     plan = {name: style for name, style in (BLOCK_PLAN | changes).items() if style}
-    try:
-        apply_tensor(model, plan, mesh.tensor)
-        model(torch.zeros(shape))
-    except UserError as error:
-        return str(error)
-    return ""
+    return user_error(apply_tensor, model, plan, mesh.tensor) or user_error(model, torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
@@ -276,10 +268,7 @@ def _sizes() -> list[str]:
         (lambda: nn.Sequential(nn.Linear(8, 9)), {"0": "colwise"}),
         (lambda: nn.Sequential(nn.Embedding(8, 4)), {"0": "sequence_parallel"}),
     ):
-        try:
-            apply_tensor(build(), plan, mesh.tensor)
-        except UserError as error:
-            errors.append(str(error))
+        errors.append(user_error(apply_tensor, build(), plan, mesh.tensor))
     return errors
 
 
@@ -385,22 +374,17 @@ def test_a_pipeline_of_a_plain_module_with_tied_weights(ranks: Ranks, schedule: 
 
 
 def _refusals() -> list[str]:
-    errors = []
     mesh = mesh_of("cpu", pipeline=2).pipeline
     context = mesh_of("cpu", context=2).context
-    for attempt in (
+    attempts: tuple[Callable[[], object], ...] = (
         lambda: build_mesh("cpu", shard=2, tensor=2),
         lambda: Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh, schedule="1f1b", split=[1, 1]),
         lambda: Pipeline(Decoder(), mesh, schedule="1f1b", split=[1, 2]),
         lambda: Pipeline(Decoder(), mesh, schedule="2f2b", split=[2, 2]),
         lambda: apply_context(Decoder().layers, context),
         lambda: context_position_ids(30, context),
-    ):
-        try:
-            attempt()
-        except UserError as error:
-            errors.append(str(error))
-    return errors
+    )
+    return [user_error(attempt) for attempt in attempts]
 
 
 def test_a_model_that_cannot_be_split_is_reported(ranks: Ranks) -> None:

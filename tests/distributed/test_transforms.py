@@ -8,39 +8,29 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parity import COMPILED, FAST, Parity
 from tests.pool import Ranks
-from tests.training import LLAMA, MODELS, assert_same, build, tiny, train, train_on_rank
+from tests.training import LLAMA, MODELS, Observer, Operations, build, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.config.sections import ActivationCheckpoint, Compile, Training
 from titanlike.models.init import initialize
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.run import loop
-from titanlike.tools.verify.recipe import Result
-
-# Traces and partitions like inductor, without half a minute of code generation.
-FAST = "aot_eager_decomp_partition"
 
 
-@pytest.fixture(scope="module")
-def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("plain")
-    return {name: train(ranks(1), two_steps(folder, name, model=model)) for name, model in MODELS.items()}
-
-
-def two_steps(folder: Path, name: str = "run", **sections: Any) -> PretrainRecipe:
-    return tiny(folder, name, **sections | {"training": dict(steps=2) | sections.get("training", {})})
+def two_steps(folder: Path, **sections: Any) -> PretrainRecipe:
+    return tiny(folder, "run", **sections | {"training": dict(steps=2) | sections.get("training", {})})
 
 
 @pytest.mark.parametrize(("mode", "model"), [("selective", "llama"), ("full", "gpt")])
 def test_activation_checkpointing_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any
+    parity: Parity, tmp_path: Path, model: str, mode: Any
 ) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(mode=mode))
-    assert_same(train(ranks(2), recipe), plain[model])
+    recomputing = dict(activation_checkpoint=ActivationCheckpoint(mode=mode), parallelism=dict(shard=2))
+    parity(two_steps(tmp_path, model=MODELS[model], **recomputing))
 
 
 @pytest.mark.slow
@@ -48,14 +38,11 @@ def test_activation_checkpointing_does_not_change_results(
     "options", [dict(mode="selective"), dict(mode="memory_budget", memory_budget=0.2), dict(mode="full")], ids=str
 )
 def test_compiled_checkpointing_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
+    ranks: Ranks, parity: Parity, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    recipe = two_steps(
-        tmp_path, compile=Compile(backend=FAST), activation_checkpoint=ActivationCheckpoint(**options),
-        parallelism=Parallelism(reshard_after_forward="always"),
-    )  # fmt: skip
+    recomputing = COMPILED | dict(activation_checkpoint=ActivationCheckpoint(**options))
     try:
-        assert_same(train(ranks(2), recipe), plain["llama"])
+        parity(two_steps(tmp_path, parallelism=dict(shard=2, reshard_after_forward="always"), **recomputing))
     finally:
         ranks(2).run(_reset_memory_budget)
 
@@ -66,19 +53,17 @@ def _reset_memory_budget() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_does_not_change_results(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
-    recipe = two_steps(
-        tmp_path, compile=Compile(backend="inductor"), parallelism=Parallelism(tensor=2), training=dict(local_batch_size=4)
-    )  # fmt: skip
-    assert_same(train(ranks(2), recipe), plain["llama"])
+def test_inductor_does_not_change_results(parity: Parity, tmp_path: Path) -> None:
+    layout = dict(compile=Compile(backend="inductor"), parallelism=dict(shard=1, tensor=2))
+    parity(two_steps(tmp_path, training=dict(local_batch_size=4), **layout))
 
 
-def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
-    recipe = two_steps(tmp_path, training=dict(compute_dtype="bfloat16"))
-    found = train(ranks(1), recipe)
+def test_bfloat16_stays_near_float32(ranks: Ranks, parity: Parity, tmp_path: Path) -> None:
+    found = train(ranks(1), two_steps(tmp_path, training=dict(compute_dtype="bfloat16")))
+    plain = parity.one_process(two_steps(tmp_path))
     # 8 bits of mantissa: an error of 0.4% per operation, less in the mean over tokens
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain["llama"].losses), rtol=5e-3, atol=0)
-    assert found.losses != plain["llama"].losses
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain.losses), rtol=5e-3, atol=0)
+    assert found.losses != plain.losses
 
 
 @pytest.mark.parametrize(
@@ -91,31 +76,25 @@ def test_dtypes_of_compute_weights_and_gradients(ranks: Ranks, compute: Any, mas
 
 def _dtypes(training: Training) -> dict[str, str]:
     model, _ = build(tiny(Path(), "", training=training))
-    with Matmuls() as matmuls:
+    dtypes = set()
+
+    def observe(func: Any, args: Any, result: Any) -> None:
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            dtypes.add(result.dtype)
+
+    with Observer(observe):
         model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
     weight = model.get_parameter("layers.0.feed_forward.w1.weight")
     assert weight.grad is not None
-    (dtype,) = matmuls.dtypes
+    (dtype,) = dtypes
     return {"matmul": str(dtype), "weight": str(weight.dtype), "gradient": str(weight.grad.dtype)}
 
 
-class Matmuls(TorchDispatchMode):
-    """Counts matmuls and attention calls, and collects the dtypes of the matmuls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm"):
-            self.counts["matmuls"] += 1
-            self.dtypes.add(out.dtype)
-        elif name.startswith("_scaled_dot_product") and not name.endswith("backward"):
-            self.counts["attentions"] += 1
-        return out
+def operations_of(counts: Counter[str]) -> tuple[int, int]:
+    """Returns the numbers of matmuls and of calls of attention."""
+    prefix = "_scaled_dot_product"
+    attentions = [n for name, n in counts.items() if name.startswith(prefix) and not name.endswith("backward")]
+    return counts["mm"] + counts["addmm"], sum(attentions)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +113,12 @@ def test_number_of_recomputed_operations(options: dict[str, Any], matmuls: int, 
     initialize(model, torch.device("cpu"), 0)
     names = list(model.state_dict())
     apply_activation_checkpoint(blocks(model), **options)
-    with Matmuls() as forward:
+    with Operations() as forward:
         loss = model(torch.zeros(2, 8, dtype=torch.long)).sum()
-    with Matmuls() as backward:
+    with Operations() as backward:
         loss.backward()
-    assert forward.counts["matmuls"] == 22  # with the head
-    assert backward.counts["matmuls"] - 2 * 22 == matmuls
-    assert backward.counts["attentions"] == attentions
+    assert operations_of(forward.counts)[0] == 22  # with the head
+    assert operations_of(backward.counts) == (2 * 22 + matmuls, attentions)
     assert list(model.state_dict()) == names
 
 

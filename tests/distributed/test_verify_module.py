@@ -185,7 +185,7 @@ def test_a_silent_bug_is_found(ranks: Ranks, name: str) -> None:
     accepted = silent_bugs.check(name, False, ranks)
     assert accepted.finding is None, str(accepted)
     result = silent_bugs.check(name, True, ranks)
-    assert silent_bugs.is_found(name, result), str(result)
+    assert result.finding is not None
     # The page has what is printed; rounding may differ on another machine.
     assert re.sub(NUMBER, "0", str(result.finding)) == re.sub(NUMBER, "0", MEASURED["bugs"][name]["finding"])
 
@@ -235,7 +235,9 @@ def test_all_generators_are_seeded(ranks: Ranks) -> None:
             def forward(self, x: Tensor, draw: Any = draw) -> Tensor:
                 return super().forward(x) + draw()
 
-        assert "depends on the random state" in refused(Functions(lambda noisy=Noisy: noisy(8, 8), batch))
+        assert "the loss of one process depends on the random state" in refused(
+            Functions(lambda noisy=Noisy: noisy(8, 8), batch)
+        )
     found = ranks(2).run(drawn_record)
     result = compared(Functions(drawn_model, drawn_batch), "data=2", found)
     assert result.finding is None, str(result)
@@ -261,11 +263,6 @@ def drawn_record() -> Record:
 
 
 def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
-    class Noisy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + torch.rand(())
-
-    assert "the loss of one process depends on the random state" in refused(Functions(lambda: Noisy(8, 8), batch))
     with torch.device("meta"):
         meta = nn.Linear(8, 8)
     assert "on the meta device; return it with its initial weights" in refused(Functions(lambda: meta, batch))

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity import COMPILED, FLOAT8, tiers
+from tests.parity import COMPILED, FLOAT8, Parity, parallelism_of, tiers
 from tests.pool import Ranks
-from tests.training import LLAMA, assert_same, tiny, train, world_size
-from titanlike.config.sections import Parallelism
+from tests.training import LLAMA, tiny, train
 
 Z_LOSS = 0.1
 FOUR = dataclasses.replace(LLAMA, num_layers=4)
@@ -22,17 +21,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def recipe_of(folder: Path, name: str, *, z_loss: float = Z_LOSS, size: int = 2, **sections: Any) -> Any:
-    training = dict(steps=2, local_batch_size=size, loss_chunk=20, z_loss=z_loss)
+def recipe_of(folder: Path, name: str, *, z_loss: float = Z_LOSS, **sections: Any) -> Any:
+    training = dict(steps=2, local_batch_size=2, loss_chunk=20, z_loss=z_loss)
     return tiny(folder, name, training=training, **sections)
 
 
 @pytest.mark.parametrize("case", tiers(CASES, ["TP"], ["PP zbv x TP"]))
-def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
+def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -> None:
     layout, sections = CASES[case]
-    expected = train(ranks(1), recipe_of(tmp_path, "one", size=8, model=sections.get("model", LLAMA)))
-    several = recipe_of(tmp_path, "several", parallelism=Parallelism(**({"shard": 1} | layout)), **sections)
-    assert_same(train(ranks(world_size(several)), several), expected)
+    parity(recipe_of(tmp_path, "run", parallelism=parallelism_of(layout), **sections))
 
 
 def test_the_logged_training_loss_includes_it_and_the_validation_loss_does_not(ranks: Ranks, tmp_path: Path) -> None:

@@ -39,13 +39,18 @@ def within_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def refused_or(function: Callable[[], Any]) -> Any:
-    """Returns the result of a function, or the message of its UserError, which must be one readable sentence."""
+def refused_or(function: Callable[[], Any], done: str = "") -> Any:
+    """Returns the result of a function, or the message of its UserError, which must be one readable sentence.
+
+    Other errors name what was done to its files.
+    """
     with within_limit():
         try:
             return function()
         except UserError as error:
             message = str(error)
+        except BaseException as error:
+            raise AssertionError(done) from error
     assert message and "\n" not in message and len(message) < 2000, message
     assert not any(name in message for name in ("Traceback", "object at 0x", "errors.pydantic.dev"))
     return message

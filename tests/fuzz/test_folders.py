@@ -3,6 +3,7 @@
 The damage is random, with a seed in each test. It is applied to copies of valid folders, in this process.
 """
 
+import functools
 import json
 import os
 import random
@@ -102,17 +103,14 @@ def resume(folder: Path) -> int:
 def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, part: int) -> None:
     random_ = random.Random(part)
     outcomes: list[Any] = []
-    for number in range(110):
+    for _ in range(110):
         folder = copy_of(saved, tmp_path / "copy")
         (folder / "shared/owner.json").write_text(
             (folder / "shared/owner.json").read_text().replace(str(saved), str(folder))
         )
         where = random_.choice(["shared", "shared", "shared/step-00000003", "shared/step-00000003", "."])
         done = damage(folder / where, random_)
-        try:
-            outcomes.append(refused_or(lambda folder=folder: resume(folder)))  # type: ignore[misc]
-        except BaseException as error:
-            raise AssertionError(f"case {number} of part {part}: {done}") from error
+        outcomes.append(refused_or(functools.partial(resume, folder), done))
     steps = [outcome for outcome in outcomes if isinstance(outcome, int)]
     assert {2, 3} <= set(steps) <= {0, 1, 2, 3}
     assert 20 < len(steps) < 110
@@ -121,7 +119,7 @@ def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, pa
 def test_damaged_checkpoints_are_not_read_as_other_values(saved: Path, tmp_path: Path) -> None:
     """Without a manifest, damage to values is not noticed; all others are."""
     random_ = random.Random(7)
-    for number in range(60):
+    for _ in range(60):
         step = copy_of(saved / "shared/step-00000003", tmp_path / "copy")
         done = damage(step, random_)
 
@@ -129,10 +127,7 @@ def test_damaged_checkpoints_are_not_read_as_other_values(saved: Path, tmp_path:
             tensors = read_whole(step)
             return {name: tuple(value.shape) for name, value in tensors["model"].items()}
 
-        try:
-            found = refused_or(read)
-        except BaseException as error:
-            raise AssertionError(f"case {number}: {done}") from error
+        found = refused_or(read, done)
         assert isinstance(found, str) or "flip" in done or found == {"weight": (4, 4), "bias": (4,)}, done
 
 
@@ -179,13 +174,10 @@ def test_damaged_token_shards(tmp_path: Path) -> None:
     copy_of(tmp_path / "shards", copy)
     expected = read_all(data)
     read = refused = 0
-    for number in range(180):
+    for _ in range(180):
         copy_of(tmp_path / "shards", copy)
         done = damage(copy, random_)
-        try:
-            found = refused_or(lambda: read_all(data))
-        except BaseException as error:
-            raise AssertionError(f"case {number}: {done}") from error
+        found = refused_or(lambda: read_all(data), done)
         if isinstance(found, str):
             refused += 1
             continue
@@ -198,7 +190,7 @@ def test_damaged_token_shards(tmp_path: Path) -> None:
 def test_a_shard_that_is_damaged_while_it_is_read(tmp_path: Path) -> None:
     random_ = random.Random(4)
     write_shards(tmp_path / "shards")
-    for number in range(40):
+    for _ in range(40):
         folder = copy_of(tmp_path / "shards", tmp_path / "copy")
         shards = Shards(str(folder), tokenizer=build_tokenizer(Section()))
         dataset = PackedDataset(shards, 16)
@@ -210,10 +202,7 @@ def test_a_shard_that_is_damaged_while_it_is_read(tmp_path: Path) -> None:
         def read(dataset: PackedDataset = dataset) -> int:
             return len(dataset.read(np.arange(dataset.num_sequences))[0])
 
-        try:
-            found = refused_or(read)
-        except BaseException as error:
-            raise AssertionError(f"case {number}: {change.__name__} {name}") from error
+        found = refused_or(read, f"{change.__name__} {name}")
         assert isinstance(found, str) or found == dataset.num_sequences
 
 
@@ -232,7 +221,7 @@ def test_damaged_tokenizer_files(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
     random_ = random.Random(5)
     worked = 0
-    for number in range(100):
+    for _ in range(100):
         copy = copy_of(folder, tmp_path / "copy")
         done = damage(copy, random_)
 
@@ -241,10 +230,7 @@ def test_damaged_tokenizer_files(tmp_path: Path) -> None:
             tokens, _ = built.document("some text", "a prompt")
             return int(tokens.max()) < built.vocab_size and isinstance(built.decode(tokens.tolist()), str)
 
-        try:
-            found = refused_or(encode)
-        except BaseException as error:
-            raise AssertionError(f"case {number}: {done}") from error
+        found = refused_or(encode, done)
         worked += found is True
         assert isinstance(found, str) or found, done
     assert 10 < worked < 100

@@ -1,20 +1,15 @@
-"""Random job configs of torchtitan and command lines of Megatron-LM: each becomes a recipe that loads, or is refused in sentences.
+"""Random job configs of torchtitan and command lines of Megatron-LM: each becomes a recipe that loads, or is refused."""
 
-A case is a function of the seed and its number. To try others:
-
-    python -m tests.fuzz.test_foreign_jobs SEED NUMBER_OF_CASES
-"""
-
+import functools
 import random
-import sys
-import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import titanlike.optim.schedule  # noqa: F401  imports torch, before time is measured
+from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.tools.migration import megatron, torchtitan
@@ -22,7 +17,6 @@ from titanlike.tools.migration.conversion import UNUSED, Conversion
 from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
 from titanlike.tools.migration.torchtitan_keys import KEYS
 
-SEED = 0
 CHUNK = 150  # cases of one test
 VALUES: list[Any] = [
     *(0, 1, 2, 3, 8, -1, -5, 10**6, 10**12, 10**20, 0.5, 1e-9, 1e300, True, False, "", "x", "layers.1", "op", "2", "1", "full"),
@@ -69,13 +63,12 @@ def command_line(rng: random.Random) -> str:
     return text
 
 
-def run_case(seed: int, number: int, folder: Path) -> str:
-    """Converts the file of a case, and returns what became of it."""
-    rng = random.Random(f"{seed} {number}")
+def foreign_job(rng: random.Random, folder: Path) -> str:
+    """Converts a file, and returns what became of it."""
     gpus, start = rng.choice([None, 8, 7]), time.process_time()
     job: Conversion | None
     try:
-        if number % 2:
+        if rng.random() < 0.5:
             job = torchtitan.convert("job.toml", job_config(rng), gpus)
         else:
             job = megatron.convert("job.sh", command_line(rng), gpus)
@@ -90,33 +83,17 @@ def run_case(seed: int, number: int, folder: Path) -> str:
         assert_sentences("\n".join(f"error: {line}" for line in str(error).split("\n")))
         return "refused"
     finally:
-        assert time.process_time() - start < CPU_LIMIT, f"case {number} took too long"
+        assert time.process_time() - start < CPU_LIMIT, "the conversion took too long"
     return job.program
 
 
 @pytest.mark.parametrize("chunk", range(2))
-def test_jobs_become_recipes_or_are_refused(tmp_path: Path, chunk: int) -> None:
-    import titanlike.optim.schedule  # noqa: F401, before time is measured: it imports torch
-
-    found = Counter(run_case(SEED, number, tmp_path) for number in range(chunk * CHUNK, (chunk + 1) * CHUNK))
+def test_jobs_become_recipes_or_are_refused(chunk: int) -> None:
+    found = harness.run_cases(foreign_job, range(chunk * CHUNK, (chunk + 1) * CHUNK))
     assert {"refused", "Megatron-LM", "torchtitan 0.2"} <= found.keys()
 
 
-def main() -> None:
-    """Runs the cases of the command line."""
-    import titanlike.optim.schedule  # noqa: F401
-
-    seed, count = map(int, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        found: Counter[str] = Counter()
-        for number in range(count):
-            try:
-                found[run_case(seed, number, Path(folder))] += 1
-            except BaseException:
-                print(f"case {number} of seed {seed}")
-                raise
-    print(dict(found))
-
+main = functools.partial(harness.main, {foreign_job: 1})
 
 if __name__ == "__main__":
     main()

@@ -1,23 +1,12 @@
-"""Random hardware files with random recipes: each is planned with finite numbers and a short report, or refused in sentences.
+"""Random hardware files with random recipes: each is planned with finite numbers and a short report, or refused in sentences."""
 
-A case is a function of the seed and its number. To try others:
-
-    python -m tests.fuzz.test_hardware_files SEED NUMBER_OF_CASES
-    python -m tests.fuzz.test_hardware_files SEED FIRST-END
-    python -m tests.fuzz.test_hardware_files SEED :NUMBER
-"""
-
+import functools
 import io
 import json
 import math
 import random
-import sys
-import tempfile
 import time
-import traceback
-from collections import Counter
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from tests.forkserver import ROOT
+from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
+from tests.fuzz.harness import ODD_LITERALS, ODD_TEXT
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.cli import main as titanlike_main
@@ -36,7 +27,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
 from titanlike.tools.programs import load_known
 
-SEED = 0
 CHUNK = 100  # cases of one test
 KEYS = [field.name for field in fields(Hardware)]
 RECIPES = [
@@ -66,33 +56,11 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "model.num_layers": ("1", "3", "100"),
     "lora.rank": ("0", "1", "64"),
 }
-ODD_TEXT = (
-    "",
-    " ",
-    "a\nb",
-    "x" * 300,
-    "y" * 70_000,
-    "é",
-    "\u2028",
-    "\u202e",
-    "\x7f",
-    "\x1b[2J",
-    "'",
-    '"',
-    "\\",
-    "nan",
-    "1",
-    "🤖",
-)
-ODD_LITERALS = (
-    "nan", "inf", "-inf", "1e400", "-0.0", "true", "'1'", "''", str(2**64), "9" * 5000, "0x" + "f" * 5000, "2024-01-01", "12:30:00",
-    "{}", "{a = 1}", "[]", "[1]", "[[]]", "[" * 400 + "]" * 400, '"\\u0000"', "'''\na\n'''",
-)  # fmt: skip
 MAX_LINE, MAX_OUTPUT = 200, 20_000  # characters
 CONSOLE_WIDTH = 150
 
 
-@cache
+@functools.cache
 def lines_of(name: str) -> tuple[str, ...]:
     return tuple((FILES / f"{name}.toml").read_text().splitlines())
 
@@ -140,7 +108,7 @@ def overrides_of(rng: random.Random) -> dict[str, str]:
     return {key: rng.choice(OVERRIDES[key]) for key in rng.sample(sorted(OVERRIDES), rng.choice((0, 0, 0, 1, 1, 2, 4)))}
 
 
-@cache
+@functools.cache
 def shipped(recipe: Path) -> PretrainRecipe:
     return load_known(recipe, {})
 
@@ -181,7 +149,7 @@ def assert_bounded(text: str) -> None:
     assert "nan" not in text.split() and "inf" not in text.split(), text
 
 
-def case(rng: random.Random, folder: Path) -> str:
+def hardware(rng: random.Random, folder: Path) -> str:
     """Plans a random recipe on random hardware. Returns what happened."""
     data, refused = hardware_text(rng)
     path = folder / "mine.toml"
@@ -191,7 +159,7 @@ def case(rng: random.Random, folder: Path) -> str:
         return command_case(path, recipe, overrides, num_gpus, refused)
     start = time.process_time()
     try:
-        hardware = load_hardware(str(path))
+        found = load_hardware(str(path))
     except UserError as error:
         assert_sentences("".join(f"error: {line}\n" for line in str(error).splitlines()))
         return "hardware refused"
@@ -199,7 +167,7 @@ def case(rng: random.Random, folder: Path) -> str:
     try:
         changed = load_known(recipe, overrides) if overrides else shipped(recipe)
         check_recipe(changed, num_gpus)
-        plan = make_plan(Job(changed, num_gpus), hardware)
+        plan = make_plan(Job(changed, num_gpus), found)
     except UserError as error:
         assert_sentences("".join(f"error: {line}\n" for line in str(error).splitlines()))
         return "recipe refused"
@@ -231,34 +199,13 @@ def command_case(path: Path, recipe: Path, overrides: dict[str, str], num_gpus: 
     return "command planned"
 
 
-def run_case(seed: int, number: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return case(random.Random(f"hardware {seed} {number}"), Path(folder))
-
-
 @pytest.mark.parametrize("first", range(0, 2 * CHUNK, CHUNK))
 def test_hardware_files_are_planned_or_refused(first: int) -> None:
-    found: Counter[str] = Counter()
-    for number in range(first, first + CHUNK):
-        try:
-            found[run_case(SEED, number)] += 1
-        except Exception as error:
-            raise AssertionError(f"python -m tests.fuzz.test_hardware_files {SEED} :{number}") from error
+    found = harness.run_cases(hardware, range(first, first + CHUNK))
     assert min(found[name] for name in ("hardware refused", "recipe refused", "planned")) >= 5, found
 
 
-def main(seed: int, which: str) -> None:
-    """Runs cases of another seed, and prints those that fail and how often each thing happened."""
-    found: Counter[str] = Counter()
-    numbers = [int(which[1:])] if which.startswith(":") else range(*map(int, which.split("-")))
-    for number in numbers:
-        try:
-            found[run_case(seed, number)] += 1
-        except Exception:  # noqa: BLE001  the next case is independent
-            found["failed"] += 1
-            print(f"\n:{number}\n{ascii(traceback.format_exc()[-1500:]).replace(chr(92) + 'n', chr(10))}", flush=True)
-    print(dict(found))
-
+main = functools.partial(harness.main, {hardware: 1})
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

@@ -1,7 +1,6 @@
 """Random Hugging Face folders: a folder is accepted, and its model, tokenizer and chat template then work, or it is refused in a
 sentence. Values are replaced, removed and contradicted in every file of a folder, and files are damaged."""
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -14,13 +13,13 @@ import shutil
 import struct
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.fuzz import harness
 from tests.fuzz.damage import JUNK, change_json, damage, refused_or
 from tests.interop.models import CONFIGS, ENCODERS, T5, MemoryWeights, model_of
 from titanlike.config.sections import Tokenizer as Section
@@ -36,7 +35,6 @@ from titanlike.models.registry import build_model
 from titanlike.tools.cli import interchange as commands
 from titanlike.tools.programs import load_known
 
-SEED = 1
 CHUNK = 50
 CPU_LIMIT = 5.0  # seconds of a case: building the model and reading the weights takes most of it
 # What Python says, and not a person.
@@ -48,47 +46,6 @@ RAW = re.compile(
 CHAT = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 SMALL: dict[str, Any] = dict(dim=16, num_layers=2, num_heads=2, vocab_size=320, max_seq_len=64)
-KEYS = (
-    "architectures",
-    "model_type",
-    "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "layer_types",
-    "sliding_window",
-    "sliding_window_pattern",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "tie_word_embeddings",
-    "norm_topk_prob",
-    "num_experts",
-    "num_local_experts",
-    "first_k_dense_replace",
-    "n_group",
-    "topk_method",
-    "q_lora_rank",
-    "qk_rope_head_dim",
-    "swiglu_limit",
-    "routed_scaling_factor",
-    "query_pre_attn_scalar",
-    "final_logit_softcapping",
-    "rope_local_base_freq",
-    "local_attention",
-    "global_attn_every_n_layers",
-    "global_rope_theta",
-    "type_vocab_size",
-    "norm_eps",
-    "n_inner",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "added_tokens_decoder",
-    "chat_template",
-)
 VALUES: list[Any] = [
     *JUNK, 1, 2, 7, 8, 16, 64, 320, 2**31, -(2**63), 1e-300, 10**400, "silu", "16", "x\ny\x1b[31m", True, False, [0, 2], ["a", 1],
     {"rope_type": "llama3"}, {"rope_type": "linear", "factor": 0}, {"rope_type": [], "rope_theta": 1e4}, {"rope_theta": "x"},
@@ -154,11 +111,21 @@ def originals() -> list[Path]:
     return folders
 
 
+@functools.cache
+def known_keys() -> list[str]:
+    """Returns the keys of all architectures, and those that are read and not exported."""
+    keys = {"added_tokens_decoder", "chat_template", "quantization_config"}
+    for folder in originals():
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            keys |= json.loads((folder / name).read_text()).keys()
+    return sorted(keys)
+
+
 def change_keys(file: Path, rng: random.Random) -> None:
     """Sets, removes or moves some keys of a JSON file, also those that its program knows and the file lacks."""
     values = json.loads(file.read_bytes())
     for _ in range(rng.choice((1, 1, 2, 3))):
-        key = rng.choice((*values, *KEYS))
+        key = rng.choice((*values, *known_keys()))
         match rng.randrange(8):
             case 0:
                 values.pop(key, None)
@@ -271,34 +238,27 @@ def use(folder: Path) -> None:
     assert logits.shape[-1] == weights.config.vocab_size
 
 
-def run_case(seed: int, number: int, root: Path) -> bool:
-    """Runs a case. Returns whether the folder was accepted."""
-    rng = random.Random(f"{seed} {number}")
-    folder = root / f"{number}" / "hf"
+def model_folder(rng: random.Random, root: Path) -> str:
+    """Uses a damaged folder. Returns whether it was accepted."""
+    folder = root / "hf"
     shutil.copytree(rng.choice(originals()), folder)
     mutate(folder, rng)
     start = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         message = refused_or(lambda: use(folder))
     used = time.process_time() - start
-    shutil.rmtree(folder.parent)
     assert used < CPU_LIMIT, f"{used:.1f} s of CPU time: {message}"
     if message is not None:
         assert message.isprintable() and len(message.split()) > 3, ascii(message)
         # What a template raises is its own, and named.
         assert " raises " in message or not RAW.search(message.replace(str(folder), "")), message
-    return message is None
+    return "accepted" if message is None else "refused"
 
 
 @pytest.mark.parametrize("first", range(0, 200, CHUNK))
-def test_random_folders_are_accepted_or_refused_in_a_sentence(first: int, tmp_path: Path) -> None:
-    accepted = 0
-    for number in range(first, first + CHUNK):
-        try:
-            accepted += run_case(SEED, number, tmp_path)
-        except Exception as error:
-            raise AssertionError(f"python -m tests.fuzz.test_model_folders {SEED} --case {number}") from error
-    assert 0 < accepted < CHUNK
+def test_random_folders_are_accepted_or_refused_in_a_sentence(first: int) -> None:
+    found = harness.run_cases(model_folder, range(first, first + CHUNK))
+    assert found.keys() == {"accepted", "refused"}
 
 
 def test_every_unchanged_folder_is_accepted(tmp_path: Path) -> None:
@@ -307,30 +267,7 @@ def test_every_unchanged_folder_is_accepted(tmp_path: Path) -> None:
         use(tmp_path / original.name / "hf")
 
 
-def main() -> None:
-    """Runs cases of another seed and prints those that fail."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("seed", type=int)
-    parser.add_argument("count", type=int, nargs="?", default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    arguments = parser.parse_args()
-    numbers = range(arguments.first, arguments.first + arguments.count) if arguments.case is None else [arguments.case]
-    accepted = failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for number in numbers:
-            try:
-                accepted += run_case(arguments.seed, number, Path(folder))
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                failed += 1
-                print(
-                    f"\ncase {number}\n{ascii(traceback.format_exc()[-1200:]).replace(chr(92) + 'n', chr(10))}",
-                    flush=True,
-                )
-    print(f"{len(numbers)} cases, {accepted} accepted, {failed} failed")
-
+main = functools.partial(harness.main, {model_folder: 1})
 
 if __name__ == "__main__":
     main()

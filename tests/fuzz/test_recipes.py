@@ -1,18 +1,10 @@
-"""Random recipes, command lines and environments: each is accepted, or refused in sentences with exit code 2 within two seconds.
+"""Random recipes, command lines and environments: each is accepted, or refused in sentences with exit code 2 within two seconds."""
 
-A case is a function of the seed and its number. To try others:
-
-    python -m tests.fuzz.test_recipes SEED NUMBER_OF_CASES
-"""
-
+import functools
 import json
-import math
 import random
 import re
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import launch as sagemaker_launch
@@ -20,7 +12,9 @@ import pytest
 from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
+from tests.fuzz import harness
 from tests.fuzz.command_line import run, run_argparse, train
+from tests.fuzz.harness import HUGE, ODD_LITERALS, ODD_TEXT
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, rank_info
@@ -29,7 +23,6 @@ from titanlike.run.start import Arguments
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.programs import load_known
 
-SEED = 0
 CHUNK = 50  # cases of one test
 KEYS = describe(PretrainRecipe)
 NAMES = sorted({key.name for key in KEYS})
@@ -38,18 +31,7 @@ RECIPES = sorted((ROOT / "train_configs").rglob("*.toml"))
 # Keys whose strings name something that has to exist.
 PATHS = ("recipe", "data.path", "data.validation_path", "tokenizer.encoding", "compile.backend")
 OWN_SECTIONS = ("lora", "preference", "distillation", "teacher")  # of programs other than that of KEYS
-HUGE = "9" * 5000
 TRAILING = ("\ndim = 3", " # comment", "\n[x]", ",", ", 1", "]")  # after a value on the command line
-ODD_TEXT = (
-    "", " ", "\t", "\n", "a\nb", "x" * 300, "y" * 70_000, "é", "\u0301", "²", "٣", "\u2028", "\u202e", "\x7f", "\x1b[2J",
-    "..", "/", "~", "-", "--", "=", "'", '"', "\\", "{}", "[]", "null", "None", "nan", "debug (1)", "a/" * 600, "$HOME", "*", "🤖",
-)  # fmt: skip
-ODD_LITERALS = (
-    "nan", "inf", "-inf", "1e308", "-1e308", "1e400", "5e-324", "-0.0", "0", "-1", "1", "2", "3.0", "true", "false", "'1'", "''",
-    str(2**31), str(2**32), str(2**63), str(2**64), str(-(2**63)), str(10**15), str(10**30), HUGE, "0x" + "f" * 5000, "1e5",
-    "2024-01-01", "12:30:00", "2024-01-01T00:00:00Z", "{}", "{a = 1}", "[]", "[1]", "['a']", "[[]]", "[1, 'a']", "[nan]", "[0]",
-    "[" * 400 + "]" * 400, "{a = " * 400 + "1" + "}" * 400, '"\\u0000"', '"a\\nb"', "'''\na\n'''", "[1e308, 1e308]", '["\\u0000"]',
-)  # fmt: skip
 
 
 def valid(key: Key, rng: random.Random) -> str:
@@ -433,17 +415,10 @@ def start_environment_case(rng: random.Random, folder: Path) -> None:
     train([str(RECIPES[0]), "--check=1"], folder, variables)
 
 
-Case = Callable[[random.Random, Path], None]
-CASES: dict[Case, int] = {
+CASES: dict[harness.Case, int] = {
     values_case: 200, program_case: 100, text_case: 100, structure_case: 50, file_name_case: 50, override_case: 150,
     words_case: 100, titanlike_case: 50, sagemaker_case: 50, environment_case: 150, start_environment_case: 50,
 }  # fmt: skip
-
-
-def run_case(case: Case, seed: int, number: int, folder: Path) -> None:
-    own = folder / f"{case.__name__}-{number}"
-    own.mkdir()
-    case(random.Random(f"{case.__name__} {seed} {number}"), own)
 
 
 @pytest.mark.parametrize(
@@ -451,33 +426,11 @@ def run_case(case: Case, seed: int, number: int, folder: Path) -> None:
     [(case, first) for case, count in CASES.items() for first in range(0, count, CHUNK)],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_random_cases_are_accepted_or_refused_in_a_sentence(case: Case, first: int, tmp_path: Path) -> None:
-    for number in range(first, first + CHUNK):
-        try:
-            run_case(case, SEED, number, tmp_path)
-        except Exception as error:
-            raise AssertionError(f"python -m tests.fuzz.test_recipes {SEED} {case.__name__}:{number}") from error
+def test_random_cases_are_accepted_or_refused_in_a_sentence(case: harness.Case, first: int) -> None:
+    harness.run_cases(case, range(first, first + CHUNK))
 
 
-def main(seed: int, which: str) -> None:
-    """Runs cases of another seed and prints those that fail."""
-    name, _, number = which.rpartition(":")
-    total = sum(CASES.values())
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for case, count in CASES.items():
-            numbers = [int(number)] if name else range(math.ceil(int(number) * count / total))
-            for index in numbers if name in ("", case.__name__) else []:
-                try:
-                    run_case(case, seed, index, Path(folder))
-                except Exception:  # noqa: BLE001  the next case is independent
-                    failed += 1
-                    print(
-                        f"\n{case.__name__}:{index}\n{ascii(traceback.format_exc()[-1500:]).replace(chr(92) + 'n', chr(10))}",
-                        flush=True,
-                    )
-    print(f"{failed} failed")
-
+main = functools.partial(harness.main, CASES)
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

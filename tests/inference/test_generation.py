@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
-from tests.pool import Ranks
+from tests.pool import Ranks, user_error
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.inference.generation import TextStream, generate
@@ -163,11 +163,7 @@ def test_processes_that_do_not_divide_the_model_are_refused(ranks: Ranks) -> Non
 def _refusal() -> str:
     config = EVEN["grouped-query"]
     weights = MemoryWeights(nn.Module(), config, TokenizerSection())
-    try:
-        load_for_generation(weights, build_mesh("cpu", tensor=4), CPU, "float32")
-    except UserError as error:
-        return str(error)
-    return ""
+    return user_error(load_for_generation, weights, build_mesh("cpu", tensor=4), CPU, "float32")
 
 
 @pytest.mark.filterwarnings("default")  # those of transformers are not ours

@@ -1,70 +1,23 @@
-"""Encoders against transformers: counts, logits, gradients, folders in both directions, and errors that the comparison finds."""
+"""Published sizes in transformers, and folders of encoders. test_transformers.py compares logits and gradients."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM
-from transformers.utils import logging
 
-from tests.interop.models import ENCODERS, assert_equal_weights, changed_tensors, export_model, model_of
+from tests.interop.models import ENCODERS, T5, assert_equal_weights, changed_tensors, export_model, model_of
+from tests.interop.reference import num_parameters
 from titanlike.config import UserError
 from titanlike.interop.weights import open_weights
-from titanlike.models.base_config import TransformerConfig
 from titanlike.models.bert_config import BertConfig
-from titanlike.models.loss import IGNORE
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.modernbert_config import ModernBertConfig
+from titanlike.models.t5_config import T5Config
 
-logging.set_verbosity_error()
-logging.disable_progress_bar()
+MODERNBERT = ENCODERS["ModernBERT"]
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
-
-
-def load(folder: Path) -> Any:
-    model, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
-    assert not any(info.values()), info
-    return model.eval()
-
-
-def tokens_of(config: TransformerConfig) -> torch.Tensor:
-    return torch.randint(0, config.vocab_size, (2, config.max_seq_len), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def difference(model: Any, reference: Any, config: TransformerConfig) -> float:
-    """Returns the largest difference of any logit, relative to the largest logit."""
-    tokens = tokens_of(config)
-    logits = model(tokens=tokens)
-    return float((logits - reference(tokens).logits).abs().max() / logits.abs().max())
-
-
-@pytest.mark.parametrize("config", ENCODERS.values(), ids=list(ENCODERS))
-def test_logits_and_gradients_equal_those_of_transformers(config: TransformerConfig, tmp_path: Path) -> None:
-    model = model_of(config)
-    reference = load(export_model(model, config, tmp_path / "hf"))
-    # Rotary angles are in float32 in both: in float64, ModernBERT still differs by 4e-6.
-    assert difference(model, reference, config) < 2e-5
-    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
-    reference.save_pretrained(tmp_path / "saved")
-    assert_equal_weights(tmp_path / "saved", model, config)
-    tokens = tokens_of(config)
-    labels = tokens.flip(1).where(torch.arange(tokens.shape[1]) % 7 == 0, IGNORE)
-    loss = model(tokens, labels=labels) / (labels != IGNORE).sum()
-    loss.backward()
-    expected = reference(tokens, labels=labels).loss
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    stored: dict[str, torch.Tensor] = {name: value.grad for name, value in reference.named_parameters()}
-    compared = 0
-    for name, spec in config.parameters().items():
-        part = stored[spec.hf_name].chunk(spec.num_parts)[spec.part]
-        found = model.get_parameter(name).grad
-        # The exact gradient of a bias of keys is 0: it cancels in the softmax.
-        assert found is not None and float((found - part).abs().max()) < 2e-5 * float(part.abs().max()) + 2e-6, name
-        compared += found.numel()
-    assert compared == config.num_parameters()
 
 
 @pytest.mark.parametrize(
@@ -74,14 +27,18 @@ def test_logits_and_gradients_equal_those_of_transformers(config: TransformerCon
         (BertConfig, "large", 335_174_458),
         (ModernBertConfig, "base", 149_655_232),
         (ModernBertConfig, "large", 395_881_664),
+        (T5Config, "small", 76_961_152),
+        (T5Config, "base", 247_577_856),
+        (T5Config, "large", 783_150_080),
+        (T5Config, "xl", 2_849_757_184),
+        (T5Config, "xxl", 11_135_332_352),
+        (GptOssConfig, "20B", 20_914_757_184),
+        (GptOssConfig, "120B", 116_829_156_672),
     ],
 )
 def test_published_sizes(kind: Any, size: str, parameters: int) -> None:
-    config = kind(size=size, **kind.sizes[size])
-    values = config.to_hugging_face()
-    with torch.device("meta"):
-        reference = AutoModelForMaskedLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters() == parameters
+    config = kind(**{"size": size, **kind.sizes[size]})
+    assert num_parameters(config) == config.num_parameters() == parameters
     assert kind.from_hugging_face(config.to_hugging_face()) == config
 
 
@@ -112,16 +69,23 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("config", "change", "problem"),
     [
-        ({"norm_bias": True}, "norm_bias = True is not supported; only False is"),
-        ({"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "the RoPE type 'yarn' is not supported"),
+        (MODERNBERT, {"norm_bias": True}, "norm_bias = True is not supported; only False is"),
+        (MODERNBERT, {"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
+        (
+            MODERNBERT,
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "the RoPE type 'yarn' is not supported",
+        ),
+        (T5, {"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
+        (T5, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
+        (T5, {"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
     ],
 )
-def test_what_is_no_modernbert_is_refused(change: dict[str, Any], problem: str) -> None:
+def test_what_is_of_no_family_is_refused(config: Any, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        ModernBertConfig.from_hugging_face(ENCODERS["ModernBERT"].to_hugging_face() | change)
+        config.from_hugging_face(config.to_hugging_face() | change)
 
 
 def test_a_folder_of_transformers_4_has_other_keys() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.other_checkpoints import markdown
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
-from tests.launching import ROOT, SMALL, python, run
+from tests.launching import ROOT, SMALL, losses, python, run
 from tests.training import GPT_, QWEN3, QWEN3_MOE, changed, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
@@ -87,12 +87,8 @@ def test_a_run_continues_from_its_own_export(runs: Path) -> None:
     assert "weights and optimizer state of step 2 of torchtitan" in printed
     done = run(runs, "second.toml")
     assert "resumed at step 2; not bit-exact: imported from torchtitan" in done.stdout, done.stderr
-    one, two = (
-        [json.loads(line) for line in (runs / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-        for name in ("first", "second")
-    )
-    losses = [{record["step"]: record["loss"] for record in records if "loss" in record} for records in (one, two)]
-    assert losses[1] == {step: loss for step, loss in losses[0].items() if step > 2}
+    first, second = (losses(runs / f"runs/{name}") for name in ("first", "second"))
+    assert second == {step: loss for step, loss in first.items() if step > 2}
     states = [read_whole(runs / f"runs/{name}/checkpoints/step-00000004") for name in ("first", "second")]
     assert_equal_state(*states)
     # A second import would replace the run.
@@ -356,6 +352,6 @@ def test_the_page_has_the_measured_losses() -> None:
     for values in results["megatron"].values():
         assert f"{values['largest_difference']:.1e}" in page and values["largest_difference"] < 1e-5
     for model in results["models"].values():
-        for name, losses in model.items():
+        for name, of_run in model.items():
             reference = model[name.partition(",")[0]]
-            assert all(abs(losses[str(step)] - reference[str(step)]) < 1e-5 for step in range(11, 16)), name
+            assert all(abs(of_run[str(step)] - reference[str(step)]) < 1e-5 for step in range(11, 16)), name

@@ -1,5 +1,7 @@
-"""T5 against transformers: counts, logits, gradients, greedy generation, folders in both directions, and errors that the comparison
-finds. Pairs of texts in one sequence compute what transformers does for each pair."""
+"""T5 against transformers: greedy generation, and folders. test_transformers.py compares logits and gradients.
+
+Pairs of texts in one sequence compute what transformers does for each pair.
+"""
 
 import dataclasses
 import io
@@ -10,109 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
 from tests.interop.models import T5, MemoryWeights, assert_equal_weights, changed_tensors, export_model, model_of
+from tests.interop.reference import exported, inputs_of, load
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
 from titanlike.distributed import launch_config
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.models.loss import IGNORE
-from titanlike.models.t5_config import T5_SIZES, T5Config
 from titanlike.tools.cli import main as program
-
-logging.set_verbosity_error()
-logging.disable_progress_bar()
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
 # As many blocks in both stacks: transformers 5.24 does not generate with others.
 GENERATING = dataclasses.replace(T5, num_layers=4)
-
-
-def load(folder: Path) -> Any:
-    model, info = AutoModelForSeq2SeqLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
-    assert not any(info.values()), info
-    return model.eval()
-
-
-def tokens_of(config: T5Config) -> dict[str, torch.Tensor]:
-    """Returns inputs and what the decoder reads, of different lengths and longer than the distances of one bias each."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randint(0, config.vocab_size, (2, length), generator=generator)
-        for name, length in (("tokens", 130), ("decoder_tokens", 90))
-    }
-
-
-@torch.no_grad()
-def difference(model: Any, reference: Any, config: T5Config) -> float:
-    """Returns the largest difference of any logit, relative to the largest logit."""
-    tokens = tokens_of(config)
-    logits = model(**tokens)
-    expected = reference(input_ids=tokens["tokens"], decoder_input_ids=tokens["decoder_tokens"]).logits
-    return float((logits - expected).abs().max() / logits.abs().max())
-
-
-def test_logits_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
-    config, model = T5, model_of(T5)
-    reference = load(export_model(model, config, tmp_path / "hf"))
-    assert difference(model, reference, config) < 1e-5
-    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
-    reference.save_pretrained(tmp_path / "saved")
-    assert_equal_weights(tmp_path / "saved", model, config)
-    tokens = tokens_of(config)
-    labels = tokens["decoder_tokens"].flip(1).where(torch.arange(90) % 7 > 0, IGNORE)
-    loss = model(**tokens, labels=labels) / (labels != IGNORE).sum()
-    loss.backward()
-    expected = reference(input_ids=tokens["tokens"], decoder_input_ids=tokens["decoder_tokens"], labels=labels).loss
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    stored: dict[str, torch.Tensor] = {name: value.grad for name, value in reference.named_parameters()}
-    compared = 0
-    for name, spec in config.parameters().items():
-        found, wanted = model.get_parameter(name).grad, stored[spec.hf_name]
-        assert found is not None and float((found - wanted).abs().max()) < 5e-5 * float(wanted.abs().max()), name
-        compared += found.numel()
-    assert compared == config.num_parameters()
-
-
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [
-        ("small", 76_961_152),
-        ("base", 247_577_856),
-        ("large", 783_150_080),
-        ("xl", 2_849_757_184),
-        ("xxl", 11_135_332_352),
-    ],
-)
-def test_published_sizes(size: Any, parameters: int) -> None:
-    config = T5Config(size=size, **T5_SIZES[size])
-    values = config.to_hugging_face()
-    with torch.device("meta"):
-        reference = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    shared = (
-        reference.lm_head.weight is reference.shared.weight
-    )  # transformers 5 unties the head when it reads a folder
-    found = sum(parameter.numel() for parameter in reference.parameters()) + shared * reference.shared.weight.numel()
-    assert found == config.num_parameters() == parameters
-    assert T5Config.from_hugging_face(config.to_hugging_face()) == config
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
-        ({"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
-    ],
-)
-def test_what_is_no_t5_1_1_is_refused(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        T5Config.from_hugging_face(T5.to_hugging_face() | change)
 
 
 def test_a_published_folder_has_other_names_of_the_embedding(tmp_path: Path) -> None:
@@ -134,8 +48,8 @@ def test_a_published_folder_has_other_names_of_the_embedding(tmp_path: Path) -> 
 @torch.no_grad()
 def test_pairs_in_one_sequence_are_computed_by_themselves(tmp_path: Path) -> None:
     model = model_of(T5)
-    reference = load(export_model(model, T5, tmp_path / "hf"))
-    tokens = tokens_of(T5)
+    reference = exported(model, T5, tmp_path / "hf")
+    tokens, _ = inputs_of(T5)
     lengths = [(50, 20), (60, 40)]  # and padding
     documents, decoder_documents = torch.full((1, 130), -1), torch.ones(1, 90, dtype=torch.long)
     documents[:, :50], documents[:, 50:110], decoder_documents[:, :20] = 0, 1, 0

@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.launching import ROOT, SMALL, losses, python, records, run
+from tests.launching import ROOT, SMALL, losses, python, recorded, run
 from tests.programs import edited
 
 
@@ -42,7 +42,7 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
     assert "24 sequences of a user's loader" in first.stdout
     expected = losses(tmp_path / "runs/run")
     assert set(expected) == {1, 2, 3, 4, 5, 6}
-    validated = [one["validation_loss"] for one in records(tmp_path / "runs/run") if "validation_loss" in one]
+    validated = recorded(tmp_path / "runs/run", "validation_loss")
     assert len(validated) == 2
 
     shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000006")
@@ -51,7 +51,7 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
     assert "resumed at step 3" in resumed.stdout, resumed.stderr
     assert losses(tmp_path / "runs/run") == {step: expected[step] for step in (4, 5, 6)}
     # Including that of step 3, which the deleted file had.
-    assert [one["validation_loss"] for one in records(tmp_path / "runs/run") if "validation_loss" in one] == validated
+    assert recorded(tmp_path / "runs/run", "validation_loss") == validated
 
     # Of another size: Python recompiles a file by its size and its time in seconds.
     (tmp_path / "my_data.py").write_text(example.replace("version 1", "version 2.0"))

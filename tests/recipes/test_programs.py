@@ -546,6 +546,7 @@ def test_what_is_measured_and_saved(runs: Runs) -> None:
                 assert call.during == [("BatchLoader.prefetch", STEPS), *contexts]
         for call in start["BatchLoader.first_batches"]:
             assert_called(call, self=data.validation, limit=1)
+            assert not data.validation.dropout_bits
         for call in (*start["Evaluator.__call__"], *start["Evaluator.last_sample"]):
             assert_called(call, model=model, mesh=mesh)
         for call in saves:

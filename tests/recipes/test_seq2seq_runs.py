@@ -3,18 +3,14 @@ targets that the run recorded. Pairs of texts are learned and generated."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from tests.launching import ROOT, SMALL, python, records, run
-from titanlike.config.load import load
+from tests.launching import ROOT, SMALL, python, recorded, run
+from tests.recipes.held_out import opened
 from titanlike.config.seq2seq import Seq2SeqRecipe
-from titanlike.data.batches import openers
-from titanlike.data.batches.loader import BatchLoader
-from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
 DEBUG = str(ROOT / "train_configs/seq2seq_debug.toml")
@@ -24,16 +20,12 @@ TINY = {name: value for name, value in SMALL.items() if name not in ("model.num_
 }  # fmt: skip
 
 
-def validations(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in records(folder) if "validation_loss" in line]
-
-
 @pytest.mark.every
 def test_the_debug_recipe_learns_to_restore_spans(tmp_path: Path) -> None:
     done = run(tmp_path, DEBUG, **{"run.name": "run", "metrics.trackers": "[]", "training.steps": "40"})
     assert done.returncode == 0, done.stderr
-    values = validations(tmp_path / "runs/run")
-    assert values[-1]["validation_loss"] < values[0]["validation_loss"] - 0.08 and values[-1]["validation_loss"] < 2.7
+    values = recorded(tmp_path / "runs/run", "validation_loss")
+    assert values[-1] < values[0] - 0.08 and values[-1] < 2.7
     assert "titanlike generate" in done.stdout and "21 of 141 tokens in 7 spans" in done.stdout
 
 
@@ -44,33 +36,15 @@ def test_a_run_is_read_by_transformers(tmp_path: Path) -> None:
         **TINY | {"run.name": "whole", "checkpoint.export": "float32"},
     )  # fmt: skip
     assert whole.returncode == 0, whole.stderr
-    # The same held-out texts, with the same spans.
-    recipe = load(Seq2SeqRecipe, tmp_path / "runs/whole/recipe.toml")
-    training = recipe.training
-    sources = openers.of(recipe)(
-        recipe.data, build_tokenizer(recipe.tokenizer), seq_len=training.seq_len, global_batch_size=training.global_batch_size,
-        seed=recipe.run.seed, validate=True,
-    )  # fmt: skip
-    held_out = BatchLoader(
-        sources.validation, global_batch_size=training.global_batch_size, local_batch_size=4, data_rank=0, num_data_ranks=1,
-        seed=0, device=torch.device("cpu"),
-    )  # fmt: skip
-    # `titanlike data inspect` opens what the run has read.
-    BatchLoader(
-        sources.training, global_batch_size=training.global_batch_size, local_batch_size=4, data_rank=0, num_data_ranks=1,
-        seed=0, device=torch.device("cpu"), record=tmp_path / "inspected",
-    ).microbatches(1)  # fmt: skip
-    read_by_run, inspected = (next(tmp_path.glob(f"{kind}.*")).read_text() for kind in ("training", "inspected"))
-    assert read_by_run.splitlines()[0] == inspected.strip()
+    recipe, held_out = opened(Seq2SeqRecipe, tmp_path / "runs/whole", tmp_path)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "runs/whole/hf").eval()
     loss, count = 0.0, 0
-    for microbatches in held_out.first_batches(recipe.validation.batches):
-        for batch in microbatches:
-            is_label = batch.labels != IGNORE
-            with torch.no_grad():  # transformers shifts the labels by itself
-                mean = model(batch.inputs["tokens"], labels=batch.labels).loss
-            loss, count = loss + float(mean * is_label.sum()), count + int(is_label.sum())
-    assert loss / count == pytest.approx(validations(tmp_path / "runs/whole")[-1]["validation_loss"], rel=1e-5)
+    for batch in held_out:
+        is_label = batch.labels != IGNORE
+        with torch.no_grad():  # transformers shifts the labels by itself
+            mean = model(batch.inputs["tokens"], labels=batch.labels).loss
+        loss, count = loss + float(mean * is_label.sum()), count + int(is_label.sum())
+    assert loss / count == pytest.approx(recorded(tmp_path / "runs/whole", "validation_loss")[-1], rel=1e-5)
     # The sentinels are rows of the embedding that the byte tokenizer does not have.
     prompt = "def <extra_id_0>(self): return <extra_id_1>"
     arguments = ["generate", "runs/whole", "--prompt", prompt, "--temperature=0", "--tokens=20", "--json"]
