@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare as benchmark
 from tests.launching import Cli
 from titanlike.tools.comparison import reader
 from titanlike.tools.comparison.differences import differences
@@ -273,13 +272,6 @@ def test_damaged_recipes_are_named_and_the_run_is_compared(tmp_path: Path, cli: 
     path = make(tmp_path / "run", record(1), recipe="[training\n")
     output = "".join(cli("compare", path).out.split())  # without the line breaks within a long path
     assert "unknown" in output and "recipe.tomlcannotberead" in output
-
-
-def test_the_table_of_the_documentation_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/compare_cpu.json").read_text())
-    text = (ROOT / "docs/comparing.md").read_text()
-    assert f"\n\n{benchmark.table(measured)}\n\n" in text and f"\n{measured['command']}\n" in text
-    assert measured["cpu_seconds"] < 5 and measured["page_mb"] < 5
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import migration, torchtitan_steps
+from benchmarks import migration
 from tests.launching import Cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import read
@@ -494,24 +494,6 @@ def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> No
     own = tmp_path / "own.toml"  # a program may have a section [job] of its own
     own.write_text('recipe = "own"\n[job]\nname = "mine"\n')
     assert read(own)[0]["job"] == {"name": "mine"}
-
-
-def test_the_table_of_the_documentation_is_that_of_the_results() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/migration.json").read_text())
-    assert migration.table(rows) in (ROOT / "docs/migration.md").read_text()
-    assert all(len(row["sha256"]) == 64 and row["link"].startswith("https://") for row in rows)
-
-
-def test_steps_of_torchtitan_and_of_the_recipe_are_the_same() -> None:
-    result = json.loads((ROOT / "benchmarks/results/torchtitan_steps.json").read_text())
-    assert torchtitan_steps.table(result) in (ROOT / "docs/migration.md").read_text()
-    assert result["versions"]["torchtitan"] == "0.2.2" and result["models"].keys() == {"llama3", "qwen3"}
-    for rows in result["models"].values():
-        assert len(rows) == 10
-        for row in rows:
-            assert row["loss"] == pytest.approx(row["their_loss"], abs=1e-5)
-            assert row["norm"] == pytest.approx(row["their_norm"], rel=1e-4)
-            assert row["learning_rate"] == pytest.approx(row["their_learning_rate"])
 
 
 def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:

@@ -487,13 +487,6 @@ def test_predictions_of_published_measurements_are_recorded() -> None:
     assert Range(**recorded["ratio_range"]) == ANCHORED
 
 
-def test_the_documentation_has_the_recorded_validation() -> None:
-    tables = planner_validation.markdown(json.loads(RESULTS.read_text()))
-    docs = RESULTS.parents[2] / "docs"
-    assert tables in (docs / "planner_validation.md").read_text()
-    assert tables.partition("\n\n")[0] in (docs / "planning.md").read_text()
-
-
 def test_conversations_are_masked_from_each_other() -> None:
     text, chats = (
         predict(job(8, lora=Lora(rank=16), data=ChatData(source=source))).parts["attention"]  # type: ignore[arg-type]

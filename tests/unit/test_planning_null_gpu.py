@@ -59,10 +59,6 @@ def test_offload_is_planned_and_the_table_of_it_is_the_measurement() -> None:
     assert "\n\n" + "\n".join(lines) + "\n" in (record.ROOT / "docs/recipes.md").read_text()
 
 
-def test_the_table_of_the_documentation_is_the_measurement() -> None:
-    assert f"\n\n{recipes.table(ROWS)}\n\n" in (record.ROOT / "docs/null_gpu.md").read_text()
-
-
 def test_every_shipped_recipe_is_measured_and_has_a_number_of_gpus() -> None:
     names = {str(path.relative_to(recipes.FOLDER).with_suffix("")) for path in recipes.FOLDER.rglob("*.toml")}
     assert names == set(recipes.GPUS_OF) == {row["recipe"] for row in ROWS}
