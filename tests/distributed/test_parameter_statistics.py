@@ -49,6 +49,6 @@ def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layo
     assert all(0 < ratio < 1 for ratio in ratios)
     records = [json.loads(line) for line in (tmp_path / "sharded" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "loss" in record][-1]
-    assert last["max_memory_gib"] >= last["memory_gib"] > 0
+    assert last["max_memory_gib"] >= 0.999 * last["memory_gib"] > 0  # gathered in float32, and rounded
     assert 0 <= last["slowest_rank"] < world_size(sharded)
     assert last["slowest_rank_ratio"] >= 1
