@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import Cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.models.moe_config import MixtralConfig
 from titanlike.run.preflight import check_recipe
-from titanlike.tools.cli.main import main
 from titanlike.tools.planning.advice import may_fit, smallest_peak
 from titanlike.tools.planning.changes import expert_sizes, single_changes
 from titanlike.tools.planning.hardware import load_hardware
@@ -109,14 +109,9 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
         write_recipe(best, original, {}, result.best[0])
 
 
-def test_a_search_of_a_wrong_recipe_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", str(RECIPES / "llama3_8b.toml"), "--gpus=8", "--search", "--quick", "--training.steps=9"]
-    monkeypatch.setattr("sys.argv", ["titanlike", *words])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "error: schedule.warmup_steps = 500 is more than training.steps = 9" in capsys.readouterr().err
+def test_a_search_of_a_wrong_recipe_says_what_is_wrong(cli: Cli) -> None:
+    words = [RECIPES / "llama3_8b.toml", "--gpus=8", "--search", "--quick", "--training.steps=9"]
+    assert "error: schedule.warmup_steps = 500 is more than training.steps = 9" in cli("plan", *words, code=2).err
 
 
 def test_candidates_that_do_not_fit_in_simulated_memory_are_dropped(result: SearchResult) -> None:
