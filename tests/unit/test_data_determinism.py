@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.datasets import BYTES, counting, open_stream, write
+from tests.unit.datasets import BYTES, counting, open_stream, read_steps, write
 from titanlike.data.batches import stream
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.masked_tokens import MaskedSource
@@ -39,33 +38,6 @@ def sizes_of(draw: random.Random, most: int) -> list[list[int]]:
 
 def stops_of(draw: random.Random) -> list[int]:
     return [draw.randint(1, STEPS) for _ in range(draw.randint(0, 2))]
-
-
-def read(
-    build: Callable[[], BatchSource], stops: list[int], size: int, ranks: int, local: int, prefetch: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns tokens and labels of each global batch, read by loaders that are rebuilt and resumed after each of the stops."""
-    found: list[list[Any]] = [[] for _ in range(STEPS)]
-    position, first = None, 1
-    for last in [*sorted(stops), STEPS]:
-        entries = {}
-        for rank in range(ranks):
-            source = build()
-            source.load_position(json.loads(json.dumps(position)))
-            batches = BatchLoader(
-                source, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
-                device=torch.device("cpu"),
-            )  # fmt: skip
-            with batches.prefetch(prefetch, first, STEPS):  # also beyond the stop
-                for step in range(first, last + 1):
-                    found[step - 1] += batches.microbatches(step)
-            entries |= {entry[0]: entry for entry in batches._position or ()}
-        # A loader that stops at its first step has read nothing: its position stays the one that it resumed from.
-        position = list(entries.values()) or position
-        first = last + 1
-    return [
-        (np.concatenate([b.inputs["tokens"] for b in step]), np.concatenate([b.labels for b in step])) for step in found
-    ]
 
 
 def assert_same(one: list[Any], other: list[Any]) -> None:
@@ -98,8 +70,8 @@ def test_shards(number: int, tmp_path: Path) -> None:
         datasets = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
         return ShuffledMixture(datasets, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
 
-    expected = read(build, [], layout["size"], 1, layout["size"], 0)
-    assert_same(read(build, stops, **layout), expected)
+    expected = read_steps(build, [], STEPS, layout["size"], 1, layout["size"], 0)
+    assert_same(read_steps(build, stops, STEPS, **layout), expected)
 
     tokens = np.concatenate([tokens for tokens, _ in expected])
     labels = np.concatenate([labels for _, labels in expected])
@@ -132,8 +104,8 @@ def test_streams(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             seed=seed, workers=workers,
         )  # fmt: skip
 
-    expected = read(lambda: build(1), [], layout["size"], 1, layout["size"], 0)
-    assert_same(read(build, stops, **layout), expected)
+    expected = read_steps(lambda: build(1), [], STEPS, layout["size"], 1, layout["size"], 0)
+    assert_same(read_steps(build, stops, STEPS, **layout), expected)
 
 
 def test_a_seed_gives_the_batches_that_it_gave_in_earlier_versions(
