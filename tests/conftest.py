@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -75,11 +76,10 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Returns a function: `cli("plan", recipe, code=2)` runs `titanlike plan recipe` in this process, with 2 as its exit code."""
-    from titanlike.tools.cli.main import main
+def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Returns a function: `program(main, "--option", code=2)` runs a program in this process, whose exit code has to be 2."""
 
-    def run(*words: object, code: int = 0) -> Printed:
+    def run(main: Callable[[], None], *words: object, code: int = 0) -> Printed:
         capsys.readouterr()  # what the test has printed before
         found: object = 0
         with monkeypatch.context() as patched:
@@ -94,3 +94,11 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return printed
 
     return run
+
+
+@pytest.fixture
+def cli(program: Cli) -> Cli:
+    """Returns a function: `cli("plan", recipe, code=2)` runs `titanlike plan recipe` in this process, with 2 as its exit code."""
+    from titanlike.tools.cli.main import main
+
+    return partial(program, main)

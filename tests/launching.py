@@ -22,7 +22,7 @@ class Printed(NamedTuple):
     err: str
 
 
-Cli = Callable[..., Printed]  # the fixture `cli`
+Cli = Callable[..., Printed]  # the fixtures `cli` and `program`
 
 # Overrides of the debug recipe for a run of about a second, with AdamW alone.
 SMALL = {
