@@ -222,12 +222,6 @@ def test_lists_and_none_in_a_custom_section(tmp_path: Path) -> None:
         load(MyRecipe, write(tmp_path, '[custom]\nnames = [1, "x"]\n'))
 
 
-def test_a_missing_recipe_suggests_a_similar_one(tmp_path: Path) -> None:
-    write(tmp_path, "", "llama3_8b.toml")
-    with pytest.raises(UserError, match=r"lama3_8b\.toml: recipe not found; did you mean .*llama3_8b\.toml\?"):
-        load(PretrainRecipe, tmp_path / "lama3_8b.toml")
-
-
 def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_bytes(b"\xff\xfe\x00")

@@ -38,7 +38,6 @@ from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import build_model, register_model
-from titanlike.models.rope_scaling import scaled_frequencies
 from titanlike.tools import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
@@ -220,15 +219,6 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once(function: str) -> None
     assert torch.equal(found, expected.to(found.dtype))
 
 
-def test_rope_scaling_keeps_high_and_divides_low_frequencies() -> None:
-    original, factor = 8192, 8.0
-    fast, slow = 2 * math.pi * 4.5 / original, 2 * math.pi * 0.9 / original
-    middle = 2 * math.pi * 2.5 / original  # between one and four rotations
-    config = LlamaConfig(rope_scaling=factor, rope_original_seq_len=original)
-    scaled = scaled_frequencies(torch.tensor([fast, slow, middle]), config.rope_theta, config)
-    torch.testing.assert_close(scaled, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
-
-
 def published_frequency(index: int, head_dim: int, theta: float, factor: float, original: int) -> Tensor:
     """Returns a frequency of Llama 3 as the published models were trained with it, and as transformers computes it in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -255,16 +245,6 @@ def test_rotary_angles_equal_those_of_published_models(theta: float, head_dim: i
     cos, sin = rotary_angles(config, positions)
     assert torch.equal(cos[0, 0], angles.cos())
     assert torch.equal(sin[0, 0], angles.sin())
-
-
-def test_rope_scaling_of_1_is_off() -> None:
-    def cosines(scaling: float) -> Tensor:
-        return rotary_angles(
-            LlamaConfig(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000)[None]
-        )[0][0, 0]
-
-    assert torch.equal(cosines(1.0)[:, 0], cosines(8.0)[:, 0])  # the highest frequency is kept
-    assert not torch.allclose(cosines(1.0)[:, 63], cosines(8.0)[:, 63])
 
 
 SIZES = [
