@@ -12,7 +12,7 @@ from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.tools.new_recipe import find_source, new_recipe
 from titanlike.tools.planning.calibrate import Description, _device
-from titanlike.tools.planning.hardware import FILES, Hardware, hardware_names, hardware_of_device, load_hardware
+from titanlike.tools.planning.hardware import FILES, Hardware, hardware_names, load_hardware
 
 MINIMAL = """
 memory_gib = 80
@@ -67,14 +67,6 @@ def test_hardware_without_bfloat16_takes_float16(name: str, cli: Cli) -> None:
     changes = ["--training.compute_dtype=float16", "--training.local_batch_size=1"]
     assert f"none of them on {hardware.name}" in " ".join(cli(*command, *changes).out.split())
     assert new_recipe(find_source(""), 8, hardware, "")["training"]["compute_dtype"] == "float16"
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "file"),
-    [("Tesla V100-SXM2-16GB", 15.77, "v100"), ("Tesla V100-SXM2-32GB", 31.73, "v100_32gb"), ("Tesla T4", 14.58, "t4")],
-)
-def test_names_of_gpus_without_bfloat16(name: str, gib: float, file: str) -> None:
-    assert hardware_of_device(name, gib) == load_hardware(file)
 
 
 @pytest.mark.parametrize(

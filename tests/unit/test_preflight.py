@@ -192,6 +192,8 @@ def test_no_remedy_that_would_fail_is_suggested() -> None:
 
 
 def test_shard_minus_one_is_resolved_over_five_dimensions() -> None:
+    assert Parallelism(replicate=2).resolve(8) == Parallelism(replicate=2, shard=4)
+    assert Parallelism(replicate=2, shard=1).resolve(2) == Parallelism(replicate=2, shard=1)
     layout = Parallelism(pipeline=2, replicate=2, context=2, tensor=4).resolve(128)
     assert layout.dimensions() == {"pipeline": 2, "replicate": 2, "shard": 4, "context": 2, "tensor": 4}
 
@@ -317,11 +319,6 @@ def test_a_section_of_a_copied_program_checks_itself() -> None:
 @pytest.mark.parametrize(("processes", "passes"), [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)])
 def test_gradient_accumulation_covers_the_global_batch(processes: int, passes: int) -> None:
     assert Training(global_batch_size=32, local_batch_size=8).num_microbatches(processes) == passes
-
-
-def test_shard_minus_one_is_resolved() -> None:
-    assert Parallelism(replicate=2).resolve(8) == Parallelism(replicate=2, shard=4)
-    assert Parallelism(replicate=2, shard=1).resolve(2) == Parallelism(replicate=2, shard=1)
 
 
 def test_a_missing_data_path_is_reported(tmp_path: Path) -> None:
