@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,7 @@ pytest.register_assert_rewrite("tests")  # failures in modules that several test
 from tests import crashes
 from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
+from tests.launching import Cli, Printed
 from tests.pool import Pool
 from titanlike.data.tokens import datasets
 
@@ -71,3 +73,32 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Returns a function: `program(main, "--option", code=2)` runs a program in this process, whose exit code has to be 2."""
+
+    def run(main: Callable[[], None], *words: object, code: int = 0) -> Printed:
+        capsys.readouterr()  # what the test has printed before
+        found: object = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["titanlike", *map(str, words)])
+            patched.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
+            try:
+                main()
+            except SystemExit as end:
+                found = end.code or 0
+        printed = Printed(*capsys.readouterr())
+        assert found == code, printed.err
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def cli(program: Cli) -> Cli:
+    """Returns a function: `cli("plan", recipe, code=2)` runs `titanlike plan recipe` in this process, with 2 as its exit code."""
+    from titanlike.tools.cli.main import main
+
+    return partial(program, main)

@@ -10,10 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.forkserver import ROOT, Forked
+
+
+class Printed(NamedTuple):
+    out: str
+    err: str
+
+
+Cli = Callable[..., Printed]  # the fixtures `cli` and `program`
 
 # Overrides of the debug recipe for a run of about a second, with AdamW alone.
 SMALL = {

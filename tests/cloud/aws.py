@@ -6,14 +6,12 @@ Jobs complete at once; `set_status` changes a job's status, and `before` runs a 
 import contextlib
 import itertools
 import json
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-import pytest
 from botocore.exceptions import EndpointConnectionError
 from instances import INSTANCE_TYPES
 from moto.sagemaker.models import sagemaker_backends
@@ -21,7 +19,6 @@ from moto.sagemaker.responses import SageMakerResponse
 from request import TIMESTAMP, Job, request_for
 from service import Clients
 
-from tests.launching import ROOT
 from titanlike.config import UserError
 
 REGION, BUCKET = "us-east-1", "a-bucket"
@@ -144,15 +141,6 @@ def stop_training_job(response: SageMakerResponse) -> str:
         {"Status": "Stopping", "StartTime": datetime.now(timezone.utc), "StatusMessage": "Stopping the training job"},
     ]
     return "{}"
-
-
-def exit_code(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: str) -> int:
-    """Runs a program in this process. Returns its exit code."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["program.py", *arguments])
-    with pytest.raises(SystemExit) as error:
-        main()
-    return int(error.value.code or 0)
 
 
 # Functions for `before`.

@@ -12,8 +12,7 @@ import launch
 import pytest
 from report import measured_speed
 
-from tests.cloud.aws import exit_code
-from tests.launching import ROOT, cpu_seconds
+from tests.launching import ROOT, Cli, cpu_seconds
 from titanlike.config import UserError
 
 ISOLATION = {
@@ -171,14 +170,12 @@ def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, 
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused(
-    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_refused(arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in ISOLATION.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("opened a socket"))
-    assert exit_code(monkeypatch, launch.main, *arguments) == 2
-    output, errors = capsys.readouterr()
-    assert error in errors and output == ""
+    monkeypatch.chdir(ROOT)
+    printed = program(launch.main, *arguments, code=2)
+    assert error in printed.err and printed.out == ""

@@ -10,9 +10,14 @@ import monitor
 import pytest
 import study
 
-from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code, in_sequence, no_change
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
+from tests.launching import ROOT, Cli
 from titanlike.config import PretrainRecipe, load
 
+ARGUMENTS = (
+    f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--channel=data.path=s3://t/c",
+    "--channel=tokenizer.encoding=s3://t/t.model",
+)  # fmt: skip
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
 
 
@@ -20,6 +25,7 @@ SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_g
 def _shared_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares the session's clients: creating them takes 0.2 seconds."""
     study._bucket.cache_clear()
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     for name in ("service.make_clients", "study.make_clients"):
         monkeypatch.setattr(name, lambda region="": aws.clients)
@@ -36,19 +42,10 @@ def put_metrics(aws: Aws, variant: str, speed: float, steps: int = 2000) -> None
         aws.clients.s3.put_object(Bucket=BUCKET, Key=f"titanlike/runs/study-{variant}/{name}", Body=content.encode())
 
 
-def test_results_are_compared_with_the_published_ones(
-    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_results_are_compared_with_the_published_ones(aws: Aws, program: Cli, tmp_path: Path) -> None:
     for variant, speed in SPEEDS.items():
         put_metrics(aws, variant, speed)
-    role, channels = (
-        f"--role=arn:aws:iam::{ACCOUNT}:role/job",
-        ["--channel=data.path=s3://t/c", "--channel=tokenizer.encoding=s3://t/t.model"],
-    )
-    assert (
-        exit_code(monkeypatch, study.main, f"--out={tmp_path}", f"--bucket={BUCKET}", role, *channels) == 0
-    )  # all variants are complete, none is submitted
-    out = capsys.readouterr().out
+    out = program(study.main, f"--out={tmp_path}", *ARGUMENTS).out  # all variants are complete, none is submitted
     assert "| baseline | 6,000 | +0.0% | 6,475 | +0.0% |\n| compile | 6,600 | +10.0% | 7,166 | +10.7% |" in out
     assert "| float8_all_gather | 8,400 | +40.0% | 8,950 | +38.2% |" in out
     results = json.loads((tmp_path / "study.json").read_text())["variants"]
@@ -73,19 +70,13 @@ def test_the_recipes_are_those_of_the_published_study() -> None:
     ]
 
 
-def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_incomplete_variants_are_submitted(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli, tmp_path: Path
+) -> None:
     monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
     put_metrics(aws, "baseline", 6000.0)
     put_metrics(aws, "compile", 6600.0, steps=400)
-    arguments = [
-        f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--channel=data.path=s3://t/c", "--instances=4",
-    ]  # fmt: skip
-    assert (
-        exit_code(
-            monkeypatch, study.main, f"--out={tmp_path}", *arguments, "--channel=tokenizer.encoding=s3://t/t.model"
-        )
-        == 0
-    )
+    program(study.main, f"--out={tmp_path}", *ARGUMENTS, "--instances=4")
     submitted = [one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"]]
     assert sorted(name[:-16] for name in submitted) == [
         f"titanlike-study-{name}" for name in ("compile", "float8", "float8-all-gather")
@@ -93,14 +84,14 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
     assert set(json.loads((tmp_path / "study.json").read_text())["variants"]) == {"baseline", "compile"}
 
 
-def test_an_active_job_is_waited_for(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_active_job_is_waited_for(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli, tmp_path: Path) -> None:
     """After the command was interrupted. The bucket may be that of the environment."""
     monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.01))
     monkeypatch.setenv("SAGEMAKER_BUCKET", BUCKET)
     put_metrics(aws, "compile", 6600.0, steps=400)
     job = aws.running("study-compile")
     aws.before("DescribeTrainingJob", in_sequence(*[no_change] * 3, aws.ending(job)))
-    assert exit_code(monkeypatch, study.main, f"--out={tmp_path}", "--only=compile", "--instances=4") == 0
+    program(study.main, f"--out={tmp_path}", "--only=compile", "--instances=4")
     assert [one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"]] == [
         job
     ]

@@ -13,8 +13,8 @@ import monitor
 import pytest
 import submit
 
-from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code
-from tests.launching import ROOT
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws
+from tests.launching import ROOT, Cli
 from titanlike.config import UserError
 
 ARGUMENTS = [
@@ -30,6 +30,7 @@ REQUESTS: list[dict[str, Any]] = []  # parameters of CreateTrainingJob
 @pytest.fixture(autouse=True)
 def recorded(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Records the submitted requests. The jobs get few files: the whole library takes a second."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     REQUESTS.clear()
     monkeypatch.setattr("service.make_clients", lambda region="": aws.clients)
@@ -45,13 +46,10 @@ def files(aws: Aws, prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): aws.clients.s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
 
 
-def test_files_and_request_are_submitted(
-    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_and_request_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
     monkeypatch.setattr(bundle, "LIBRARY", LIBRARY)
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--training.steps=70") == 0
+    out = program(launch.main, *ARGUMENTS, "--training.steps=70").out
     (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
-    out = capsys.readouterr().out
     assert (
         f"submitted with boto3: {name}\nto monitor it: python sagemaker/launch.py wait {name} --region us-east-1\n"
         in out
@@ -69,23 +67,17 @@ def test_files_and_request_are_submitted(
     assert description["ResourceConfig"] == request["ResourceConfig"]
 
 
-def test_a_run_has_one_job_at_a_time(
-    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_has_one_job_at_a_time(aws: Aws, program: Cli) -> None:
     active = aws.running("debug")
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS) == 2
-    assert (
-        f"error: run debug has an active job, {active}: python sagemaker/launch.py wait {active}"
-        in capsys.readouterr().err
-    )
+    message = f"error: run debug has an active job, {active}: python sagemaker/launch.py wait {active}"
+    assert message in program(launch.main, *ARGUMENTS, code=2).err
     assert REQUESTS == []
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--run=other") == 0
+    program(launch.main, *ARGUMENTS, "--run=other")
 
 
-def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
     monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--wait") == 0
-    assert "Completed" in capsys.readouterr().out
+    assert "Completed" in program(launch.main, *ARGUMENTS, "--wait").out
 
 
 @pytest.mark.parametrize(
@@ -102,31 +94,24 @@ def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (("--parallelism.tensor=32",), "parallelism.tensor = 32"),
     ],
 )  # fmt: skip
-def test_nothing_is_uploaded_after_an_error(
-    aws: Aws,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    error: str,
-) -> None:
+def test_nothing_is_uploaded_after_an_error(aws: Aws, program: Cli, arguments: tuple[str, ...], error: str) -> None:
     location = {"LocationConstraint": "eu-west-1"}
     aws.clients.s3.create_bucket(Bucket="over-there", CreateBucketConfiguration=location)
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, *arguments) == 2
-    assert error in capsys.readouterr().err
+    assert error in program(launch.main, *ARGUMENTS, *arguments, code=2).err
     assert files(aws, "") == {} and aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"] == []
 
 
-def test_default_bucket(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_bucket(aws: Aws, program: Cli) -> None:
     aws.clients.s3.create_bucket(Bucket=f"sagemaker-us-east-1-{ACCOUNT}")
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS[:-1]) == 0
+    program(launch.main, *ARGUMENTS[:-1])
     (submitted,) = REQUESTS
     assert submitted["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
 
 
-def test_a_local_tokenizer_is_uploaded(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_local_tokenizer_is_uploaded(aws: Aws, program: Cli, tmp_path: Path) -> None:
     (tmp_path / "small.model").write_bytes(b"IQ== 0\n")
     (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model") == 0
+    program(launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model")
     (submitted,) = REQUESTS
     assert "--tokenizer.encoding=tokenizer/small.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
     assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
@@ -168,9 +153,7 @@ def test_a_sender_can_be_chosen(sender: str, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_submit_uses_the_chosen_sender(
-    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_uses_the_chosen_sender(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
     senders: list[str] = []
 
     def record(request: dict[str, Any], session: Any, prefix: str) -> str:
@@ -179,6 +162,6 @@ def test_submit_uses_the_chosen_sender(
 
     monkeypatch.setattr(submit, "submit_with_estimator", record)
     monkeypatch.setattr(submit, "select_sender", lambda name: name)
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=estimator") == 0
-    assert "submitted with estimator: titanlike-debug-" in capsys.readouterr().out
+    printed = program(launch.main, *ARGUMENTS, "--sender=estimator")
+    assert "submitted with estimator: titanlike-debug-" in printed.out
     assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []

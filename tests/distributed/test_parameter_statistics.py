@@ -46,6 +46,6 @@ def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layo
     ratios = [value for (_, name), value in one.items() if "update_ratio" in name]
     assert all(0 < ratio < 1 for ratio in ratios)
     last = [record for record in records(tmp_path / "sharded") if "loss" in record][-1]
-    assert last["max_memory_gib"] >= last["memory_gib"] > 0
+    assert last["max_memory_gib"] >= 0.999 * last["memory_gib"] > 0  # gathered in float32, and rounded
     assert 0 <= last["slowest_rank"] < world_size(sharded)
     assert last["slowest_rank_ratio"] >= 1

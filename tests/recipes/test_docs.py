@@ -7,20 +7,24 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 import titanlike
 from benchmarks import (
+    compare,
     data_batches,
     data_prepare,
     figures,
     float8_quality,
     install,
+    migration,
     optimizers,
+    planner_validation,
     quality_results,
     real_model,
     restart_bytes,
@@ -28,20 +32,21 @@ from benchmarks import (
     save_stall,
     soak,
     startup,
+    torchtitan_steps,
 )
+from benchmarks.null_gpu import recipes
+from tests import parity
 from tests.launching import ROOT, SMALL, free_port, python, run
-from tests.parity import CASES, MOE_CASES, moe_table, summary, table
 from tests.programs import PAGES, blocks
 from tests.training import tiny, train
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
-from titanlike.config.sections import DType, Tokenizer
+from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.results import table as sweep_table
-from titanlike.tools.verify.recipe import TOLERANCES
 
 KEYS = {key.name for recipe_type in recipe_types().values() for key in describe(recipe_type)}
 
@@ -126,32 +131,6 @@ def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> 
             assert f"| `parallelism.{dimension}` |" in project, (project.splitlines()[0], dimension)
 
 
-def test_what_is_described_as_missing_was_not_added_later() -> None:
-    text = (ROOT / "docs/coming_from.md").read_text().split("## What it is not\n")[1]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, flags=re.MULTILINE)[1:]
-    assert len(rows) >= 12
-    files = [path for folder in ("titanlike", "recipes", "sagemaker") for path in (ROOT / folder).rglob("*.py")]
-    imported = {
-        name.partition(".")[0]
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        for name in (
-            [node.module or ""] if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        )
-    }  # fmt: skip
-    others = (
-        "tensorflow jax torch_xla torch_neuronx torchft trl peft bitsandbytes gguf vllm fastapi flask huggingface_hub"
-    )
-    assert "torch" in imported and not imported & set(others.split())
-    programs = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert programs == {"pretrain", "mlm", "seq2seq", "finetune", "dpo", "distill"}  # no reinforcement learning
-    assert set(get_args(DType)) == {"float32", "bfloat16"}
-    assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
-        "__init__", "cluster_job", "docker", "kubernetes", "skypilot", "slurm",
-    }  # fmt: skip
-
-
 @pytest.mark.slow
 def test_the_quickstart_ends_with_a_continuation_by_transformers(tmp_path: Path) -> None:
     (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "pipeline(" in block]
@@ -182,119 +161,64 @@ def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.M
     assert names["documents"].tolist() == [[10, 0], [21, 10]]
 
 
-def test_the_data_tables_are_the_measurements() -> None:
-    measurements = (
-        (data_batches, "data_batches_cpu", "data"), (data_batches, "data_torchdata_cpu", "data"),
-        (data_prepare, "data_prepare_cpu", "data"), (quality_results, "data_quality", "data_quality"),
-    )  # fmt: skip
-    for made_by, name, document in measurements:
-        page = (ROOT / f"docs/{document}.md").read_text()
-        measured = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        for part in made_by.table(measured).strip().split("\n\n"):
-            assert f"\n\n{part}\n\n" in page, name
+# What a page shows of a measurement: the page, the recorded measurement, and what makes text of it.
+Text = Callable[[Any], str]
+SHOWN: list[tuple[str, str, Text]] = [
+    ("README.md", "docs/parity.json", parity.summary),
+    ("docs/layouts.md", "docs/parity.json", parity.table),
+    ("docs/mixture_of_experts.md", "docs/parity_moe.json", parity.moe_table),
+    ("docs/encoder_decoders.md", "docs/parity_encoder_decoders.json", parity.moe_table),
+    ("docs/float8.md", "docs/optimizers.json", optimizers.table),
+    ("docs/sweeps.md", "benchmarks/results/sweep_cpu.json", lambda measured: f"```\n{sweep_table(measured['killed'])}\n```"),
+    ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
+    *(
+        (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
+        for page, name, text in (
+            ("data", "data_batches_cpu", data_batches.table), ("data", "data_torchdata_cpu", data_batches.table),
+            ("data", "data_prepare_cpu", data_prepare.table), ("data_quality", "data_quality", quality_results.table),
+            ("speed", "startup_cpu", startup.table), ("installing", "install", install.sentence),
+            ("hugging_face", "real_model", real_model.paragraph), ("mixture_of_experts", "routing_cpu", routing.table),
+            ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
+            ("checkpoints", "restart_bytes", restart_bytes.table), ("comparing", "compare_cpu", compare.table),
+            ("migration", "migration", migration.table), ("migration", "torchtitan_steps", torchtitan_steps.table),
+            ("planner_validation", "planner_validation", planner_validation.markdown),
+            ("planning", "planner_validation", lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
+            *(("speed", path.stem, lambda measured: figures.table([measured]))
+              for path in sorted((ROOT / "benchmarks/results").glob("cpu_*.json"))),
+        )
+    ),
+]  # fmt: skip
 
 
-def test_the_parity_table_is_what_the_tests_measured() -> None:
-    measured = json.loads((ROOT / "docs/parity.json").read_text())
-    assert list(measured["cases"]) == [case.name for case in CASES], (
-        "docs/parity.json is outdated: record it again (tests/parity.py)"
-    )
-    assert f"-->\n\n{table(measured)}\n\n" in (ROOT / "docs/layouts.md").read_text() + "\n"
-    assert summary(measured) in " ".join((ROOT / "README.md").read_text().split())
-    for case in measured["cases"].values():
-        for model in case.keys() - {"processes"}:
-            for what, worst in case[model].items():
-                assert worst <= TOLERANCES[what]
+@pytest.mark.parametrize(("page", "measurement", "text"), SHOWN, ids=lambda value: str(value) * (not callable(value)))
+def test_a_page_shows_what_was_measured(page: str, measurement: str, text: Text) -> None:
+    shown, measured = (ROOT / page).read_text(), json.loads((ROOT / measurement).read_text())
+    words = " ".join(shown.split())
+    for part in text(measured).strip().split("\n\n"):
+        assert f"\n{part}\n" in shown or f" {part}" in words
+    if command := isinstance(measured, dict) and measured.get("command"):
+        assert command.endswith(f"--out {measurement}")
+        # docs/speed.md refers to the files for the commands of its tables, and docs/planning.md to docs/planner_validation.md.
+        assert command in words or "/cpu_" in measurement or page == "docs/planning.md"
 
 
-def test_the_parity_table_of_experts_is_what_the_tests_measured() -> None:
-    measured = json.loads((ROOT / "docs/parity_moe.json").read_text())
-    assert list(measured["cases"]) == list(MOE_CASES), "docs/parity_moe.json is outdated: record it again"
-    assert f"-->\n\n{moe_table(measured)}\n" in (ROOT / "docs/mixture_of_experts.md").read_text()
-    measured = json.loads((ROOT / "docs/parity_encoder_decoders.json").read_text())
-    assert f"-->\n\n{moe_table(measured)}\n" in (ROOT / "docs/encoder_decoders.md").read_text()
+def test_all_cases_are_measured() -> None:
+    for measurement, cases in (
+        ("docs/parity.json", [case.name for case in parity.CASES]), ("docs/parity_moe.json", [*parity.MOE_CASES]),
+    ):  # fmt: skip
+        assert list(json.loads((ROOT / measurement).read_text())["cases"]) == cases, "record it again (tests/parity.py)"
+    assert list(json.loads((ROOT / "docs/optimizers.json").read_text())) == list(optimizers.VARIANTS)
+    runs = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == [scenario.name for scenario in soak.SCENARIOS]
 
 
 def test_the_float8_losses_are_the_measurements() -> None:
     page = (ROOT / "docs/float8.md").read_text()
     for folder, rate in (("docs/float8", "6e-4"), ("docs/float8/high_lr", "1.5e-3")):
-        found = float8_quality.read(ROOT / folder)
-        last = {name: losses[500] for name, losses in found.items()}
-        assert all(len(losses) == 20 for losses in found.values())
+        last = {name: losses[500] for name, losses in float8_quality.read(ROOT / folder).items()}
         differences = [100 * (last[name] / last["baseline"] - 1) for name in float8_quality.VARIANTS[1:]]
-        assert (
-            f"| {rate} | {last['baseline']:.4f} | " + " | ".join(f"{each:+.2f}%" for each in differences) + " |" in page
-        )
-        assert rate != "6e-4" or max(map(abs, differences)) < 1.0
-
-
-def test_the_optimizer_table_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "docs/optimizers.json").read_text())
-    assert list(measured) == list(optimizers.VARIANTS)
-    assert f"\n\n{optimizers.table(measured)}\n\n" in (ROOT / "docs/float8.md").read_text()
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("cpu_*.json")), ids=lambda path: path.stem)
-def test_the_speed_tables_are_the_measurements(path: Path) -> None:
-    measured = json.loads(path.read_text())
-    assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
-    assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
-    assert all(one.get("losses_match") for one in measured["rows"].values() if "failed" not in one)
-
-
-def test_the_startup_table_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/startup_cpu.json").read_text())
-    page = (ROOT / "docs/speed.md").read_text()
-    assert f"\n\n{startup.table(measured)}\n\n" in page
-    assert f"\n{measured['command']}\n" in page
-
-
-def test_the_size_of_an_installation_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/install.json").read_text())
-    page = (ROOT / "docs/installing.md").read_text()
-    assert install.sentence(measured) in " ".join(page.split())
-    assert f"<!-- {measured['command']} -->" in page
-
-
-def test_the_figures_of_a_published_model_are_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/real_model.json").read_text())
-    page = (ROOT / "docs/hugging_face.md").read_text()
-    assert real_model.paragraph(measured) in " ".join(page.split())
-    assert f"\n{measured['command']}\n" in page
-    found = measured["figures"]
-    assert found["equal texts"] == found["equal texts of the exported model"] == len(real_model.PROMPTS)
-    assert found["loss"] == pytest.approx(found["loss of transformers"], rel=real_model.LOSS_TOLERANCE)
-    assert found["largest difference from PEFT"] < real_model.LOGIT_TOLERANCE * found["largest logit"]
-
-
-def test_the_table_of_routing_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/routing_cpu.json").read_text())
-    page = (ROOT / "docs/mixture_of_experts.md").read_text()
-    assert f"\n\n{routing.table(measured)}\n\n" in page
-    assert measured["command"] in " ".join(page.split())
-
-
-def test_the_checkpoint_tables_are_the_measurements() -> None:
-    page = (ROOT / "docs/checkpoints.md").read_text()
-    for program, file in (
-        (soak, "soak_cpu.json"),
-        (save_stall, "save_stall_cpu.json"),
-        (restart_bytes, "restart_bytes.json"),
-    ):
-        measured = json.loads((ROOT / "benchmarks/results" / file).read_text())
-        assert f"-->\n\n{program.table(measured)}\n\n" in page
-        assert f"\n{measured['command']}\n" in page
-    runs = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())["runs"]
-    assert [run["name"] for run in runs] == [scenario.name for scenario in soak.SCENARIOS]
-    assert all(run["differences"] == [] == run["leftovers"] and run["kills"] for run in runs)
-
-
-def test_the_sweep_table_is_the_measurement() -> None:
-    page = (ROOT / "docs/sweeps.md").read_text()
-    measured = json.loads((ROOT / "benchmarks/results/sweep_cpu.json").read_text())
-    assert f"\n```\n{sweep_table(measured['killed'])}\n```\n" in page
-    assert measured["is_equal"] and measured["killed"] == measured["whole"] and len(measured["kills"]) == 2
-    assert f"<!-- {measured['command']} -->" in page
+        cells = [rate, f"{last['baseline']:.4f}", *(f"{each:+.2f}%" for each in differences)]
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def messages() -> list[str]:

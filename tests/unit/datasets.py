@@ -1,7 +1,7 @@
 """Sequences and streams with known tokens."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +56,30 @@ def open_stream(sources: Sequence[Sequence[File]], **options: Any) -> Stream:
     weights = options.pop("weights", [1.0] * len(sources))
     usual = dict(fields=Fields(), seq_len=16, global_batch_size=8, seed=0)
     return Stream(sources, weights, BYTES, **usual | options)
+
+
+def read_steps(
+    build: Callable[[], BatchSource], stops: list[int], steps: int, size: int, ranks: int, local: int, prefetch: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns tokens and labels of each global batch, read by loaders that are rebuilt and resumed after each of the stops."""
+    found: list[list[Any]] = [[] for _ in range(steps)]
+    position, first = None, 1
+    for last in [*sorted(stops), steps]:
+        entries = {}
+        for rank in range(ranks):
+            source = build()
+            source.load_position(json.loads(json.dumps(position)))
+            batches = BatchLoader(
+                source, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+            with batches.prefetch(prefetch, first, steps):  # also beyond the stop
+                for step in range(first, last + 1):
+                    found[step - 1] += batches.microbatches(step)
+            entries |= {entry[0]: entry for entry in batches._position or ()}
+        # A loader that stops at its first step has read nothing: its position stays the one that it resumed from.
+        position = list(entries.values()) or position
+        first = last + 1
+    return [
+        (np.concatenate([b.inputs["tokens"] for b in step]), np.concatenate([b.labels for b in step])) for step in found
+    ]

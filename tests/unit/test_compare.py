@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare as benchmark
-from titanlike.tools.cli import main as cli
+from tests.launching import Cli
 from titanlike.tools.comparison import reader
 from titanlike.tools.comparison.differences import differences
 from titanlike.tools.comparison.page import page
@@ -45,12 +44,6 @@ def make(folder: Path, lines: str, recipe: str = "[training]\nsteps = 3\n", **en
 
 def load(*paths: Path) -> list[Run]:
     return Runs().load(paths, keep=False)
-
-
-def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
-    """Runs the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", "compare", *map(str, arguments)])
-    cli.main()
 
 
 def test_a_file_is_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +150,7 @@ def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
     }
 
 
-def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     baseline = make(tmp_path / "runs/baseline-of-a-long-name-0123456789-0123456789", "".join(map(record, (1, 2, 3))))
     lines = record(1, tokens_per_second=1.0, mfu=0.1) + record(2, tokens_per_second=75.0, mfu=0.4, memory_gib=3.5)
     changed = make(
@@ -168,8 +161,7 @@ def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         file.write("\n")
     monkeypatch.chdir(tmp_path)
     lock = FileLock(changed / "lock")
-    compare(monkeypatch, "--json", "--baseline", baseline)
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("compare", "--json", "--baseline", baseline).out)
     first, second = found["runs"]
     assert found["baseline"] == first["run"] == baseline.name and second["run"] == "changed"
     assert (first["state"], first["ratio"], first["validation_loss"]) == ("complete", 1.0, None)
@@ -183,8 +175,7 @@ def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     lock.release()
     for width, tables in (("80", 2), ("140", 1)):
         monkeypatch.setenv("COLUMNS", width)
-        compare(monkeypatch)
-        output = capsys.readouterr().out
+        output = cli("compare").out
         assert max(map(len, output.splitlines())) <= int(width)
         assert sum(line.startswith("run ") for line in output.splitlines()) == tables
         words = [word for line in output.splitlines() if line.startswith("changed") for word in line.split()]
@@ -192,21 +183,19 @@ def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert "1 line is damaged in its metrics: 5" in output and "steps" in output
 
 
-def test_files_are_written_and_a_page_has_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_written_and_a_page_has_no_address(tmp_path: Path, cli: Cli) -> None:
     name = "<!--<script>alert(1)"
     lines = "".join(record(step, loss=None if step == 2 else 1.0) for step in (1, 2, 3))
     path = make(tmp_path / "runs" / name, lines, recipe='[data]\npath = "</script>"\n[training]\nsteps = 3\n')
     other = make(tmp_path / "runs/_$other$", "")
-    compare(monkeypatch, path, other, "--html", tmp_path / "a.html", "--png", tmp_path / "a.png")
+    printed = cli("compare", path, other, "--html", tmp_path / "a.html", "--png", tmp_path / "a.png").out
     text = (tmp_path / "a.html").read_text()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("<script") == text.count("</script>") == 2
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     data = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
     assert data["runs"][0]["name"] == name and data["runs"][0]["series"]["loss"]["y"] == [1, None, 1]
-    assert data["refresh"] == 0 and "wrote" in capsys.readouterr().out
+    assert data["refresh"] == 0 and "wrote" in printed
 
 
 def test_steps_of_a_page_are_exact_and_values_have_six_digits(tmp_path: Path) -> None:
@@ -216,9 +205,7 @@ def test_steps_of_a_page_are_exact_and_values_have_six_digits(tmp_path: Path) ->
     assert '"y":[1.5e-09]' in text
 
 
-def test_watching_ends_when_all_runs_are_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watching_ends_when_all_runs_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     path = make(tmp_path / "run", record(1))
     refreshes = []
 
@@ -228,11 +215,11 @@ def test_watching_ends_when_all_runs_are_complete(
             file.write(record(len(refreshes) + 1))
 
     monkeypatch.setattr("time.sleep", train)
-    compare(monkeypatch, path, "--html", tmp_path / "a.html", "--watch", "7")
+    printed = cli("compare", path, "--html", tmp_path / "a.html", "--watch", "7").out
     assert refreshes == [(7.0, True)] * 2
     text = (tmp_path / "a.html").read_text()
     assert '"refresh":0.0' in text and '"step":3' in text
-    assert "complete" in capsys.readouterr().out
+    assert "complete" in printed
 
 
 def test_names_are_unique(tmp_path: Path) -> None:
@@ -242,9 +229,7 @@ def test_names_are_unique(tmp_path: Path) -> None:
     assert find([run, tmp_path / "runs", Path(f"{run}/../b")]) == [run]
 
 
-def test_mistakes_are_refused_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     run = make(tmp_path / "runs/first", record(1))
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("")
@@ -262,48 +247,31 @@ def test_mistakes_are_refused_in_one_sentence(
         ([run, "--html", "missing/a.html"], "directory missing does not exist"),
         ([run, "--watch", "1", "--json"], "leave out --json"),
     ):
-        with pytest.raises(SystemExit) as exit_info:
-            compare(monkeypatch, *arguments)
-        assert exit_info.value.code == 2
-        error = capsys.readouterr().err
+        error = cli("compare", *arguments, code=2).err
         assert message in error and error.count("\n") == 1
     monkeypatch.setattr("titanlike.tools.planning.figure.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        compare(monkeypatch, run, "--png", "a.png")
-    assert 'error: --png requires matplotlib; run: pip install "titanlike[plot]"' in capsys.readouterr().err
+    message = 'error: --png requires matplotlib; run: pip install "titanlike[plot]"'
+    assert message in cli("compare", run, "--png", "a.png", code=2).err
 
 
-def test_names_cannot_control_a_terminal_or_be_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_cannot_control_a_terminal_or_be_no_text(tmp_path: Path, cli: Cli) -> None:
     names = ["a\x1b[2J", "b\n", "c\x9b", os.fsdecode(b"d\xff")]
     for number, name in enumerate(names):
         recipe = f'[training]\nsteps = 3\n"\\u001b[3J" = {number}\n"\\u009b" = "\\u009b{number}"\n'
         make(tmp_path / "runs" / name, record(1), recipe, host=f"\ud800\x1b{number}", torch=f"\udcff{number}")
     (tmp_path / "runs" / names[3] / "environment.json").write_text("[")
     for option in ("--json", f"--html={tmp_path / 'page.html'}"):
-        compare(monkeypatch, tmp_path / "runs", option)
-        output = capsys.readouterr().out
+        output = cli("compare", tmp_path / "runs", option).out
         assert all(line.isprintable() for line in output.split("\n")), ascii(output)
     for name in (r"a\x1b[2J", r"b\n", r"c\x9b", r"d\udcff"):
         assert name in output
         assert json.dumps(name) in (tmp_path / "page.html").read_text()
 
 
-def test_damaged_recipes_are_named_and_the_run_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_recipes_are_named_and_the_run_is_compared(tmp_path: Path, cli: Cli) -> None:
     path = make(tmp_path / "run", record(1), recipe="[training\n")
-    compare(monkeypatch, path)
-    output = "".join(capsys.readouterr().out.split())  # without the line breaks within a long path
+    output = "".join(cli("compare", path).out.split())  # without the line breaks within a long path
     assert "unknown" in output and "recipe.tomlcannotberead" in output
-
-
-def test_the_table_of_the_documentation_is_the_measurement() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/compare_cpu.json").read_text())
-    text = (ROOT / "docs/comparing.md").read_text()
-    assert f"\n\n{benchmark.table(measured)}\n\n" in text and f"\n{measured['command']}\n" in text
-    assert measured["cpu_seconds"] < 5 and measured["page_mb"] < 5
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

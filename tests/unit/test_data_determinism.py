@@ -3,21 +3,19 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.datasets import BYTES, counting, open_stream, write
+from tests.unit.datasets import BYTES, counting, open_stream, read_steps, write
 from titanlike.data.batches import stream
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.masked_tokens import MaskedSource
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
-from titanlike.data.batches.stream import PackedText, Stream
+from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shard_writer import ShardWriter
@@ -40,33 +38,6 @@ def sizes_of(draw: random.Random, most: int) -> list[list[int]]:
 
 def stops_of(draw: random.Random) -> list[int]:
     return [draw.randint(1, STEPS) for _ in range(draw.randint(0, 2))]
-
-
-def read(
-    build: Callable[[], BatchSource], stops: list[int], size: int, ranks: int, local: int, prefetch: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns tokens and labels of each global batch, read by loaders that are rebuilt and resumed after each of the stops."""
-    found: list[list[Any]] = [[] for _ in range(STEPS)]
-    position, first = None, 1
-    for last in [*sorted(stops), STEPS]:
-        entries = {}
-        for rank in range(ranks):
-            source = build()
-            source.load_position(json.loads(json.dumps(position)))
-            batches = BatchLoader(
-                source, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
-                device=torch.device("cpu"),
-            )  # fmt: skip
-            with batches.prefetch(prefetch, first, STEPS):  # also beyond the stop
-                for step in range(first, last + 1):
-                    found[step - 1] += batches.microbatches(step)
-            entries |= {entry[0]: entry for entry in batches._position or ()}
-        # A loader that stops at its first step has read nothing: its position stays the one that it resumed from.
-        position = list(entries.values()) or position
-        first = last + 1
-    return [
-        (np.concatenate([b.inputs["tokens"] for b in step]), np.concatenate([b.labels for b in step])) for step in found
-    ]
 
 
 def assert_same(one: list[Any], other: list[Any]) -> None:
@@ -99,8 +70,8 @@ def test_shards(number: int, tmp_path: Path) -> None:
         datasets = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
         return ShuffledMixture(datasets, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
 
-    expected = read(build, [], layout["size"], 1, layout["size"], 0)
-    assert_same(read(build, stops, **layout), expected)
+    expected = read_steps(build, [], STEPS, layout["size"], 1, layout["size"], 0)
+    assert_same(read_steps(build, stops, STEPS, **layout), expected)
 
     tokens = np.concatenate([tokens for tokens, _ in expected])
     labels = np.concatenate([labels for _, labels in expected])
@@ -114,41 +85,27 @@ def test_shards(number: int, tmp_path: Path) -> None:
             assert len(set(found)) == len(found)
 
 
-def check_stream(
-    folder: Path,
-    sizes: list[list[int]],
-    seq_len: int,
-    seed: int,
-    layout: dict[str, Any],
-    stops: list[int],
-    workers: int,
-    block: int,
-) -> None:
-    with mock.patch.object(stream, "BLOCK", block):
-        sources = []
-        for source, each in enumerate(sizes):
-            for number, size in enumerate(each):
-                lines = [json.dumps({"text": f"{source}.{number}.{line}" * (1 + line % 3)}) for line in range(size)]
-                (folder / f"{source}-{number}.jsonl").write_text("\n".join(lines))
-            sources.append(list_files(str(folder / f"{source}-*")))
-
-        def build(workers: int = workers) -> BatchSource:
-            return Stream(
-                sources, [1.0] * len(sources), BYTES, fields=Fields(), seq_len=seq_len, global_batch_size=layout["size"],
-                seed=seed, workers=workers,
-            )  # fmt: skip
-
-        expected = read(lambda: build(1), [], layout["size"], 1, layout["size"], 0)
-        assert_same(read(build, stops, **layout), expected)
-
-
 @pytest.mark.parametrize("number", range(20))
-def test_streams(number: int, tmp_path: Path) -> None:
+def test_streams(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(number)
-    check_stream(
-        tmp_path, sizes_of(draw, 2), seq_len=draw.randint(2, 40), seed=draw.randrange(2**40), layout=layout_of(draw),
-        stops=stops_of(draw), workers=draw.randint(1, 3), block=draw.choice((1, 3, 256)),
-    )  # fmt: skip
+    sizes, seq_len, seed = sizes_of(draw, 2), draw.randint(2, 40), draw.randrange(2**40)
+    layout, stops, workers = layout_of(draw), stops_of(draw), draw.randint(1, 3)
+    monkeypatch.setattr(stream, "BLOCK", draw.choice((1, 3, 256)))
+    sources = []
+    for source, each in enumerate(sizes):
+        for number, size in enumerate(each):
+            lines = [json.dumps({"text": f"{source}.{number}.{line}" * (1 + line % 3)}) for line in range(size)]
+            (tmp_path / f"{source}-{number}.jsonl").write_text("\n".join(lines))
+        sources.append(list_files(str(tmp_path / f"{source}-*")))
+
+    def build(workers: int = workers) -> BatchSource:
+        return Stream(
+            sources, [1.0] * len(sources), BYTES, fields=Fields(), seq_len=seq_len, global_batch_size=layout["size"],
+            seed=seed, workers=workers,
+        )  # fmt: skip
+
+    expected = read_steps(lambda: build(1), [], STEPS, layout["size"], 1, layout["size"], 0)
+    assert_same(read_steps(build, stops, STEPS, **layout), expected)
 
 
 def test_a_seed_gives_the_batches_that_it_gave_in_earlier_versions(
@@ -177,21 +134,3 @@ def test_a_seed_gives_the_batches_that_it_gave_in_earlier_versions(
                     digest.update(values.numpy().astype("<i8").tobytes())
         found[name] = digest.hexdigest()[:16]
     assert found == {"mixture": "9c8ac2fb017d5eff", "stream": "4ce7121795700d65", "masked": "668c642e39e61e4c"}
-
-
-def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Verifies that test_streams can fail."""
-    reset = PackedText.reset
-
-    def off_by_one(text: PackedText, initial_state: dict[str, Any] | None = None) -> None:
-        if initial_state:
-            *cursor, token = initial_state["cursor"]
-            initial_state = {"cursor": [*cursor, token + 1]}
-        reset(text, initial_state)
-
-    layout = dict(size=2, ranks=1, local=1, prefetch=2)
-    case: dict[str, Any] = dict(sizes=[[9, 9]], seq_len=5, seed=0, layout=layout, stops=[3], workers=1, block=3)
-    check_stream(tmp_path, **case)
-    monkeypatch.setattr(PackedText, "reset", off_by_one)
-    with pytest.raises(AssertionError, match="step 4"):
-        check_stream(tmp_path, **case)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests import nvml
+from tests.launching import Cli
 from titanlike.metrics import gpu, machine
 from titanlike.tools import doctor
-from titanlike.tools.cli import main as cli
 from titanlike.tools.finding import Finding
 from titanlike.utils import compat, system
 
@@ -34,30 +34,19 @@ def only(findings: Any) -> Finding:
     return finding
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["titanlike", "doctor", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert run(monkeypatch, "--json") == 0
-    findings = json.loads(capsys.readouterr().out)
+def test_this_machine_can_train(cli: Cli) -> None:
+    lines = cli("doctor").out.splitlines()
+    findings = json.loads(cli("doctor", "--json").out)
     assert [line.split()[0] for line in lines] == [finding["status"] for finding in findings]
     assert all(finding["remedy"] for finding in findings if finding["status"] != "ok")
     assert {"python", "torch", "gpu", "disk", "port", "clock"} <= {finding["subject"] for finding in findings}
 
 
-def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     real = metadata.version
     monkeypatch.setattr(metadata, "requires", lambda _: ["nowhere>=2", "numpy>=1.26", 'later>=1; extra == "dev"'])
     assert only(doctor.packages()) == Finding("missing", "nowhere", "not installed", 'pip install "nowhere>=2"')
-    assert run(monkeypatch) == 1
-    assert 'missing  nowhere          not installed: pip install "nowhere>=2"' in capsys.readouterr().out
+    assert 'missing  nowhere          not installed: pip install "nowhere>=2"' in cli("doctor", code=1).out
     monkeypatch.setattr(metadata, "version", lambda name: "1.0" if name == "nowhere" else real(name))
     assert only(doctor.packages()).text == "1.0 is not a supported version"
     # Optional packages are named, and do not change the exit code.
@@ -66,7 +55,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     assert next(iter(doctor.extras())) == Finding(
         "missing", "extra data", "nowhere", 'pip install "titanlike[data]"', optional=True
     )
-    assert run(monkeypatch) == 0
+    cli("doctor")
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,73 +62,42 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mean", [3, 100, 600, 10**9])
-@pytest.mark.parametrize("length", [32, 640, 1000])
-def test_a_block_mask_equals_the_dense_mask(length: int, mean: int) -> None:
-    ids, positions = documents(length, mean), torch.arange(length)
-    arguments = positions, positions, ids, ids
-    found, partial, full = to_dense(document_block_mask(*arguments), len(ids))
-    expected = document_dense_mask(*arguments)
-    assert torch.equal(found, expected)
-    # No block is computed in vain, and the mask is evaluated in those only that need it.
-    size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
-    blocks = (
-        F.pad(expected, (0, size - length, 0, size - length))
-        .unflatten(3, (-1, BLOCK_SIZE))
-        .unflatten(2, (-1, BLOCK_SIZE))
-    )
-    assert partial + full == blocks.any(5).any(3).sum()
-    if length % BLOCK_SIZE == 0:
-        assert full == blocks.all(5).all(3).sum()
-
-
-@pytest.mark.parametrize("mean", [0, 100, 600])
-@pytest.mark.parametrize(("length", "window"), [(32, 5), (640, 1), (640, 128), (640, 200), (1000, 300), (640, 640)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_block_mask_of_a_sliding_window_equals_the_dense_mask(
-    length: int, window: int, mean: int, ranks: int
-) -> None:
+@pytest.mark.parametrize("mean", [0, 3, 100, 600])
+@pytest.mark.parametrize(
+    ("length", "window", "causal"),
+    [
+        *((length, 0, True) for length in (32, 640, 1000)),
+        *((*sizes, True) for sizes in ((32, 5), (640, 1), (640, 128), (640, 200), (1000, 300), (640, 640))),
+        *((*sizes, False) for sizes in ((640, 0), (640, 2), (640, 256), (1000, 300), (640, 1278), (32, 6))),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_block_mask_equals_the_dense_mask(length: int, window: int, causal: bool, mean: int, ranks: int) -> None:
     """With documents and without, and under context parallelism."""
     ids, positions = documents(length, mean) if mean else None, torch.arange(length)
     for rank in range(ranks):
         local = zigzag(length, ranks, rank) if ranks > 1 else positions
         local_ids = None if ids is None else ids[:, local]
-        found, partial, full = to_dense(document_block_mask(local, positions, local_ids, ids, window), 2 if mean else 1)
-        distance = local[:, None] - positions
-        expected = (distance >= 0) & (distance < window)
-        if ids is not None and local_ids is not None:
-            expected = expected & (local_ids[:, :, None] == ids[:, None, :])
-        expected = expected.reshape(-1, 1, len(local), length)
-        assert torch.equal(found, expected)
-        assert torch.equal(document_dense_mask(local, positions, local_ids, ids, window), expected)
-        if ranks == 1:  # no block is computed in vain
-            size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
-            blocks = F.pad(expected, (0, size - length, 0, size - length)).unflatten(3, (-1, BLOCK_SIZE))
-            assert partial + full == blocks.unflatten(2, (-1, BLOCK_SIZE)).any(5).any(3).sum()
-
-
-@pytest.mark.parametrize("mean", [0, 100])
-@pytest.mark.parametrize(("length", "window"), [(640, 0), (640, 2), (640, 256), (1000, 300), (640, 1278), (32, 6)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_masks_of_bidirectional_attention(length: int, window: int, mean: int, ranks: int) -> None:
-    ids, positions = documents(length, mean) if mean else None, torch.arange(length)
-    for rank in range(ranks):
-        local = zigzag(length, ranks, rank) if ranks > 1 else positions
-        local_ids = None if ids is None else ids[:, local]
-        arguments = local, positions, local_ids, ids, window, False
+        arguments = local, positions, local_ids, ids, window, causal
         found, partial, full = to_dense(document_block_mask(*arguments), 2 if mean else 1)
-        expected = (local[:, None] - positions).abs() <= (window // 2 or length)
+        distance = local[:, None] - positions
+        expected = (
+            (distance >= 0) & (distance < (window or length)) if causal else distance.abs() <= (window // 2 or length)
+        )
         if ids is not None and local_ids is not None:
             expected = expected & (local_ids[:, :, None] == ids[:, None, :])
         expected = expected.reshape(-1, 1, len(local), length)
         assert torch.equal(found, expected)
         assert torch.equal(document_dense_mask(*arguments).expand_as(expected), expected)
-        size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
-        if ranks == 1:  # no block is computed in vain
+        if ranks == 1:  # no block is computed in vain, and the mask is evaluated in those only that need it
+            size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
             blocks = F.pad(expected, (0, size - length, 0, size - length)).unflatten(3, (-1, BLOCK_SIZE))
-            assert partial + full == blocks.unflatten(2, (-1, BLOCK_SIZE)).any(5).any(3).sum()
-    made = DocumentMask(window=window, causal=False)(None, positions[None])
-    assert (made is None) == (window == 0 or window // 2 >= length - 1)
+            blocks = blocks.unflatten(2, (-1, BLOCK_SIZE))
+            assert partial + full == blocks.any(5).any(3).sum()
+            if length % BLOCK_SIZE == 0 and not window and causal:
+                assert full == blocks.all(5).all(3).sum()
+    made = DocumentMask(window=window, causal=causal)(None, positions[None])
+    assert causal or (made is None) == (window == 0 or window // 2 >= length - 1)
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -175,15 +144,6 @@ def test_attention_with_sinks_equals_that_with_a_further_key(
     probe = torch.randn(found.shape)
     gradients = [torch.autograd.grad((out * probe).sum(), [*inputs, sinks]) for out in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("length", "ranks"), [(1024, 2), (1536, 4), (48, 2)])
-def test_a_block_mask_equals_the_dense_mask_under_context_parallelism(length: int, ranks: int) -> None:
-    ids = documents(length, 300)
-    for rank in range(ranks):
-        local = zigzag(length, ranks, rank)
-        arguments = local, torch.arange(length), ids[:, local], ids
-        assert torch.equal(to_dense(document_block_mask(*arguments), len(ids))[0], document_dense_mask(*arguments))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -2,18 +2,16 @@
 
 import errno
 import shlex
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from tests.launching import losses, run
+from tests.launching import Cli, losses, run
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.sections import Tokenizer
 from titanlike.run.preflight import check_recipe
 from titanlike.tools import new_recipe
-from titanlike.tools.cli import main as cli
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
@@ -27,18 +25,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> PretrainRecipe:
-    """Runs the command in this process, and returns the recipe."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", "init", *arguments])
-    cli.main()
-    return load(PretrainRecipe, Path(next((word for word in arguments if word.endswith(".toml")), "train.toml")))
-
-
-def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit_info:
-        init(monkeypatch, *arguments)
-    assert exit_info.value.code == 2
-    return capsys.readouterr().err
+def init(cli: Cli, *arguments: str) -> tuple[PretrainRecipe, list[str]]:
+    """Returns the recipe, and the lines that are printed."""
+    lines = cli("init", *arguments).out.splitlines()
+    file = next((word for word in arguments if word.endswith(".toml")), "train.toml")
+    return load(PretrainRecipe, Path(file)), lines
 
 
 @pytest.mark.parametrize(
@@ -52,10 +43,8 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
         (64, [], "3-8B"),
     ],
 )
-def test_the_recipe_is_valid_and_fits(
-    gpus: int, options: list[str], size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = init(monkeypatch, "new.toml", f"--gpus={gpus}", *options)
+def test_the_recipe_is_valid_and_fits(gpus: int, options: list[str], size: str, cli: Cli) -> None:
+    recipe, printed = init(cli, "new.toml", f"--gpus={gpus}", *options)
     assert recipe.model.size == size
     check_recipe(recipe, max(gpus, 1))
     hardware = load_hardware("a100" if "--hardware=a100" in options else "h100")
@@ -70,23 +59,21 @@ def test_the_recipe_is_valid_and_fits(
     assert len(keys) > 15 and all(lines[number - 1].startswith("# ") for number in keys)
     assert max(map(len, lines)) <= 120
     assert lines[0].endswith(". `titanlike train --help all` describes all keys.")
-    following = [line.removeprefix("next").strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    following = [line.removeprefix("next").strip() for line in printed[1:]]
     assert following[-1] == "titanlike train new.toml"
     prepares = "titanlike data prepare TEXT --out data/train --tokenizer gpt2"
     assert following[0] == (prepares if gpus else "titanlike train new.toml --check 1")
 
 
 @pytest.mark.slow
-def test_the_recipe_of_a_cpu_trains_on_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_of_a_cpu_trains_on_text(folder: Path, cli: Cli) -> None:
     (folder / "corpus").mkdir()
     (folder / "corpus/a.txt").write_text("A text that is repeated. " * 8000)
-    recipe = init(monkeypatch, "--gpus=0", "--data=corpus")
+    recipe, printed = init(cli, "--gpus=0", "--data=corpus")
     assert (
         recipe.data.source == "text" and recipe.training.steps < new_recipe.MAX_CPU_STEPS
     )  # few passes over little text
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "titanlike train train.toml"
+    assert printed[-1].strip() == "titanlike train train.toml"
     short = {
         "training.steps": "2", "schedule.warmup_steps": "1", "training.global_batch_size": "8", "metrics.interval": "1",
     }  # fmt: skip
@@ -95,10 +82,10 @@ def test_the_recipe_of_a_cpu_trains_on_text(
     assert list(losses(folder / "runs/first")) == [1, 2]
 
 
-def test_token_shards_keep_their_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_shards_keep_their_tokenizer(folder: Path, cli: Cli) -> None:
     (folder / "text.txt").write_text("A text. " * 1000)
     prepare(["text.txt"], folder / "shards", Tokenizer(encoding="bytes", eos="<|endoftext|>"), workers=0)
-    recipe = init(monkeypatch, "--gpus=1", "--data=shards", "--model=124M")
+    recipe, _ = init(cli, "--gpus=1", "--data=shards", "--model=124M")
     assert (recipe.data.source, recipe.data.path) == ("shards", "shards")
     assert recipe.tokenizer == Tokenizer(encoding="bytes", eos="<|endoftext|>")
     assert recipe.model.vocab_size == 384  # instead of 50257
@@ -114,29 +101,25 @@ def test_a_larger_corpus_and_more_gpus_choose_a_larger_model() -> None:
     assert [size(gpus, 1e12) for gpus in (0, 1, 64, 4096)] == ["debug", "3.2-1B", "3-8B", "3-70B"]
 
 
-def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     (folder / "mine.toml").write_text("mine")
-    assert "mine.toml exists; choose another file" in fails(monkeypatch, capsys, "mine.toml")
+    assert "mine.toml exists; choose another file" in cli("init", "mine.toml", code=2).err
     assert (folder / "mine.toml").read_text() == "mine"
-    assert "give the name of a .toml file" in fails(monkeypatch, capsys, "mine")
-    assert "did you mean 124M?" in fails(monkeypatch, capsys, "--model=125M")
-    assert "--data gone: not found" in fails(monkeypatch, capsys, "--data=gone")
+    assert "give the name of a .toml file" in cli("init", "mine", code=2).err
+    assert "did you mean 124M?" in cli("init", "--model=125M", code=2).err
+    assert "--data gone: not found" in cli("init", "--data=gone", code=2).err
     with monkeypatch.context() as patch:
         denied = PermissionError(errno.EACCES, "Permission denied", "/proc/1/cwd")
         patch.setattr(Path, "rglob", Mock(side_effect=denied))
         message = "--data .: /proc/1/cwd cannot be read: Permission denied; give a folder of text"
-        assert message in fails(monkeypatch, capsys, "--data=.")
-    assert "fits on 1 x H100" in fails(monkeypatch, capsys, "--model=3-8B", "--gpus=1")
+        assert message in cli("init", "--data=.", code=2).err
+    assert "fits on 1 x H100" in cli("init", "--model=3-8B", "--gpus=1", code=2).err
     assert [path.name for path in folder.iterdir()] == ["mine.toml"]
 
 
-def test_a_path_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_is_quoted(folder: Path, cli: Cli) -> None:
     (folder / "my text").mkdir()
     (folder / "my text/a.txt").write_text("A text.")
-    init(monkeypatch, "a b.toml", "--gpus=1", "--data=my text", "--model=124M")
-    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines[0][1:5] == ["titanlike", "data", "prepare", "my text"] and lines[1] == [
-        "titanlike",
-        "train",
-        "a b.toml",
-    ]
+    _, printed = init(cli, "a b.toml", "--gpus=1", "--data=my text", "--model=124M")
+    first, second = (shlex.split(line) for line in printed[1:])
+    assert first[1:5] == ["titanlike", "data", "prepare", "my text"] and second == ["titanlike", "train", "a b.toml"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.launching import Cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.mlm import MlmRecipe
@@ -17,7 +18,6 @@ from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches import openers
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
-from titanlike.tools.cli.main import main
 from titanlike.tools.data.inspection import inspect_recipe
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.programs import SHIPPED
@@ -42,15 +42,6 @@ def tokens(tmp_path: Path) -> Path:
         workers=0,
     )
     return tmp_path / "tokens"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["titanlike", "data", "inspect", *arguments])
-    try:
-        main()
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    return 0
 
 
 def test_documents_separators_and_prompts_have_distinct_styles(tokens: Path) -> None:
@@ -148,11 +139,8 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(tokens: Path) -> None:
             inspect_recipe(recipe, step=1, rank=rank, ranks=ranks, limit=1, validation=False, console=Console())
 
 
-def test_a_folder_of_shards_is_summarized_and_verified(
-    tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, str(tokens), "--verify") == 0
-    shown = capsys.readouterr().out
+def test_a_folder_of_shards_is_summarized_and_verified(tokens: Path, cli: Cli) -> None:
+    shown = cli("data", "inspect", tokens, "--verify").out
     assert "uint16, tokenizer bytes" in shown
     assert "train: " in shown and "validation: " in shown
     assert "prompt tokens (excluded from the loss)" in shown
@@ -161,11 +149,10 @@ def test_a_folder_of_shards_is_summarized_and_verified(
     content = bytearray(shard.read_bytes())
     content[5] ^= 1
     shard.write_bytes(content)
-    assert run(monkeypatch, str(tokens)) == 0  # its size is right
-    capsys.readouterr()
+    cli("data", "inspect", tokens)  # its size is right
     for options in (["--verify"], ["--verify", "--json"]):
-        assert run(monkeypatch, str(tokens), *options) == 2
-        assert f"{shard} does not match its hash in the manifest; copy it again" in capsys.readouterr().err
+        refused = cli("data", "inspect", tokens, *options, code=2)
+        assert f"{shard} does not match its hash in the manifest; copy it again" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -187,31 +174,19 @@ def test_a_folder_of_shards_is_summarized_and_verified(
         ),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_are_refused(arguments: list[str], message: str, cli: Cli) -> None:
+    assert message in cli("data", "inspect", *arguments, code=2).err
 
 
-def test_the_report_of_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     texts = [f"The number {number} and its square, {number**2}. " * 4 for number in range(3)]
     texts = [f"{texts[0]}\x1b[0m", *texts, texts[1], "short [bold]"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [
-        "titanlike", "data", "prepare", "a.jsonl", "--out", "out", "--tokenizer", "bytes", "--duplicates", "remove", "--quality",
-        "max_repeated_words=1", "--test", "0.2",
-    ])  # fmt: skip
-    main()
-    assert (
-        "  1 exact copies of an earlier document, removed\n  removed by length: 1 document, 12 bytes\n"
-        in capsys.readouterr().out
-    )
-    assert run(monkeypatch, "out") == 0
-    lines = capsys.readouterr().out.splitlines()
+    options = ["--tokenizer=bytes", "--duplicates=remove", "--quality=max_repeated_words=1", "--test=0.2"]
+    prepared = cli("data", "prepare", "a.jsonl", "--out", "out", *options).out
+    assert "  1 exact copies of an earlier document, removed\n  removed by length: 1 document, 12 bytes\n" in prepared
+    lines = cli("data", "inspect", "out").out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("report"))
     first, rest = lines[start], lines[start + 1 :]
     assert first.startswith("report  6 documents, ") and "; 4 documents, " in first
@@ -223,10 +198,8 @@ def test_the_report_of_shards(
         f"        removed by exact duplicates: 1 document, {len(texts[1 + 1])} bytes",
         "          a.jsonl, line 5: kept: a.jsonl, line 3",
     ]
-    assert run(monkeypatch, "out", "--json") == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(cli("data", "inspect", "out", "--json").out)
     assert values["report"] == json.loads((tmp_path / "out/report.json").read_text())
     assert list(values["splits"]) == ["train", "test"]
     (tmp_path / "out/report.json").unlink()  # as in folders of earlier versions
-    assert run(monkeypatch, "out") == 0
-    assert "report" not in capsys.readouterr().out
+    assert "report" not in cli("data", "inspect", "out").out

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launching import environment
+from tests.launching import Cli, environment
 from titanlike.config import PretrainRecipe, load
 from titanlike.distributed.launch_config import LaunchConfig, launch_config
 from titanlike.run.start import program_of
-from titanlike.tools.cli import main as cli
 from titanlike.tools.clusters import docker
 from titanlike.tools.clusters.cluster_job import check_image
 
@@ -24,24 +23,14 @@ ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Runs the command in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", "launch", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
 def directives(file: Path) -> set[str]:
     return {line.removeprefix("#SBATCH ") for line in file.read_text().splitlines() if line.startswith("#SBATCH ")}
 
 
-def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "out"
     options = ["--nodes=4", "--time=1-12", "--grace=120", "--sbatch=--partition=gpu", f"--out={out}", "--dry-run"]
-    assert launch(monkeypatch, "slurm", RECIPE, *options, "--training.steps=7000") == 0
-    printed = capsys.readouterr().out
+    printed = cli("launch", "slurm", RECIPE, *options, "--training.steps=7000").out
     assert "valid for 32 processes" in printed and "GiB per GPU" in printed and f"sbatch {out}/job.sbatch" in printed
     file = out / "job.sbatch"
     assert directives(file) >= {
@@ -55,11 +44,11 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert recipe.run.name.startswith("llama3_8b-") and recipe.run.shutdown_timeout == 90
     assert recipe.training.steps == 7000 and recipe.model == load(PretrainRecipe, Path(RECIPE)).model
     # Each requeue would go back to that step.
-    assert launch(monkeypatch, "slurm", RECIPE, "--out=other", "--dry-run", "--checkpoint.resume_from=800") == 2
-    assert "checkpoint.resume_from = 800: each restart of the job would go back to that step" in capsys.readouterr().err
+    resumed = cli("launch", "slurm", RECIPE, "--out=other", "--dry-run", "--checkpoint.resume_from=800", code=2)
+    assert "checkpoint.resume_from = 800: each restart of the job would go back to that step" in resumed.err
     before = file.read_text()
-    assert launch(monkeypatch, "slurm", RECIPE, *options) == 2
-    assert "is not empty; choose another folder" in capsys.readouterr().err and file.read_text() == before
+    assert "is not empty; choose another folder" in cli("launch", "slurm", RECIPE, *options, code=2).err
+    assert file.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -93,32 +82,32 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     ],
 )  # fmt: skip
 def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
-    target: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    target: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch(monkeypatch, target, RECIPE, *options, "--dry-run") == 2
-    assert message in capsys.readouterr().err
+    assert message in cli("launch", target, RECIPE, *options, "--dry-run", code=2).err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     for target, command in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("skypilot", "sky"), ("docker", "docker")):
-        assert launch(monkeypatch, target, RECIPE, *(["--image=i"] if target in ("kubernetes", "docker") else [])) == 2
-        assert f"{command} is not on the PATH; install it, or write the files only" in capsys.readouterr().err
+        image = ["--image=i"] if target in ("kubernetes", "docker") else []
+        message = f"{command} is not on the PATH; install it, or write the files only"
+        assert message in cli("launch", target, RECIPE, *image, code=2).err
     assert not list(tmp_path.iterdir())
 
 
-def manifests(monkeypatch: pytest.MonkeyPatch, out: Path, kind: str, *options: str) -> list[dict[str, Any]]:
+def manifests(cli: Cli, out: Path, kind: str, *options: str) -> list[dict[str, Any]]:
     arguments = ["--image=registry/titanlike:1", f"--out={out}", f"--kind={kind}", "--dry-run", "--run.name=My_Run.1"]
-    assert launch(monkeypatch, "kubernetes", RECIPE, *arguments, *options) == 0
+    cli("launch", "kubernetes", RECIPE, *arguments, *options)
     return list(yaml.safe_load_all((out / f"{kind}.yaml").read_text()))
 
 
-def test_job_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_set(tmp_path: Path, cli: Cli) -> None:
     options = ["--nodes=2", "--claim=shared", "--secret=keys", "--grace=100"]
-    config, job_set = manifests(monkeypatch, tmp_path / "a", "jobset", *options)
+    config, job_set = manifests(cli, tmp_path / "a", "jobset", *options)
     (tmp_path / "recipe.toml").write_text(config["data"]["recipe.toml"])
     recipe = load(PretrainRecipe, tmp_path / "recipe.toml")
     assert recipe.run.name == "My_Run.1" and recipe.run.shutdown_timeout == 70
@@ -140,10 +129,10 @@ def test_job_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
 
 
-def test_train_job_has_the_same_job_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_job_has_the_same_job_set(tmp_path: Path, cli: Cli) -> None:
     options = ["--nodes=2", "--checkpoint.dir=s3://bucket/runs"]
-    _, job_set = manifests(monkeypatch, tmp_path / "a", "jobset", *options)
-    _, runtime, training = manifests(monkeypatch, tmp_path / "b", "trainjob", *options)
+    _, job_set = manifests(cli, tmp_path / "a", "jobset", *options)
+    _, runtime, training = manifests(cli, tmp_path / "b", "trainjob", *options)
     template = runtime["spec"]["template"]["spec"]
     labels = template["replicatedJobs"][0]["template"].pop("metadata")["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -152,24 +141,24 @@ def test_train_job_has_the_same_job_set(tmp_path: Path, monkeypatch: pytest.Monk
     assert training["spec"]["trainer"] == {"numNodes": 2, "image": "registry/titanlike:1"}
 
 
-def sky_task(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
+def sky_task(monkeypatch: pytest.MonkeyPatch, cli: Cli, out: Path, *options: str) -> dict[str, Any]:
     def build_wheel(folder: Path) -> str:
         (folder / "titanlike-1-py3-none-any.whl").touch()
         return "titanlike-1-py3-none-any.whl"
 
     monkeypatch.setattr(docker, "build_wheel", build_wheel)
-    assert launch(monkeypatch, "skypilot", RECIPE, f"--out={out}", "--dry-run", *options) == 0
+    printed = cli("launch", "skypilot", RECIPE, f"--out={out}", "--dry-run", *options).out
     text = (out / "task.yaml").read_text()
     task = yaml.safe_load(text)
     assert isinstance(task, dict) and "\nrun: |\n" in text
-    return task
+    return task | {"printed": printed}
 
 
-def test_sky_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sky_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     out = tmp_path / "my jobs: #1 $(touch x)"
     options = ["--run.name=My_Run.1", "--checkpoint.dir=gs://bucket/runs", "--data.path=s3://corpus/*.bin"]
     mounts = ["--file-mount=/data=s3://corpus/a", "--volume=/shared=disk", "--secret=HF_TOKEN", "--disk-size=500"]
-    task = sky_task(monkeypatch, out, "--nodes=2", "--infra=gcp/us-central1", "--spot", *options, *mounts)
+    task = sky_task(monkeypatch, cli, out, "--nodes=2", "--infra=gcp/us-central1", "--spot", *options, *mounts)
     assert (task["name"], task["num_nodes"], task["workdir"]) == ("my-run-1", 2, str(out))
     assert task["resources"] == {
         "infra": "gcp/us-central1", "accelerators": "H100:8", "disk_size": 500, "use_spot": True,
@@ -184,13 +173,13 @@ def test_sky_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "recipe.toml", "pretrain.py", "task.yaml", "titanlike-1-py3-none-any.whl", ".skyignore",
     }  # fmt: skip
     assert load(PretrainRecipe, out / "recipe.toml").run.name == "My_Run.1"
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("to submit: "))
+    command = shlex.split(task["printed"].splitlines()[-1].removeprefix("to submit: "))
     assert command == ["sky", "jobs", "launch", "--secret", "HF_TOKEN", f"{out}/task.yaml"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_run_block_of_a_sky_task_starts_the_launcher_of_each_node(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """The address of node 0 and the number of processes are what the launcher reads, and its exit code is that of the block."""
     options = [
@@ -200,7 +189,7 @@ def test_the_run_block_of_a_sky_task_starts_the_launcher_of_each_node(
         "--volume=/shared=disk",
         "--checkpoint.dir=/shared/a",
     ]
-    task = sky_task(monkeypatch, tmp_path / "out", *options)
+    task = sky_task(monkeypatch, cli, tmp_path / "out", *options)
     assert ("accelerators" in task["resources"]) == (device == "cuda")
     python = tmp_path / "titanlike-env/bin/python"
     python.parent.mkdir(parents=True)
@@ -223,11 +212,11 @@ def test_the_run_block_of_a_sky_task_starts_the_launcher_of_each_node(
 
 
 @pytest.mark.slow  # builds the wheel
-def test_docker_folder_has_all_that_the_image_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_folder_has_all_that_the_image_needs(tmp_path: Path, cli: Cli) -> None:
     out, installed = tmp_path / "out", tmp_path / "installed"
     recipe = str(ROOT / "train_configs/debug.toml")
     options = ["--gpus-per-node=1", "--image=mine:1", f"--out={out}", "--dry-run", "--run.device=cpu"]
-    assert launch(monkeypatch, "docker", recipe, *options) == 0
+    cli("launch", "docker", recipe, *options)
     lines = [line.split() for line in (out / "Dockerfile").read_text().splitlines() if line and line[0] not in "# "]
     copied = {name for words in lines if words[0] == "COPY" for name in words[1:-1]}
     assert copied == {path.name for path in out.iterdir()} - {"Dockerfile"}
@@ -244,9 +233,7 @@ def test_docker_folder_has_all_that_the_image_needs(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow  # imports some hundred generated models
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_manifests_are_valid_in_the_schemas_of_kubernetes(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_are_valid_in_the_schemas_of_kubernetes(kind: str, tmp_path: Path, cli: Cli) -> None:
     from kubeflow_trainer_api import models
     from kubeflow_trainer_api.models.io_k8s_api_core_v1_config_map import IoK8sApiCoreV1ConfigMap
 
@@ -257,7 +244,7 @@ def test_manifests_are_valid_in_the_schemas_of_kubernetes(
         "TrainJob": models.TrainerV1alpha1TrainJob,
     }
     options = ["--nodes=2", "--claim=shared", "--secret=keys"]
-    for manifest in manifests(monkeypatch, tmp_path / "a", kind, *options):
+    for manifest in manifests(cli, tmp_path / "a", kind, *options):
         parsed = types[manifest["kind"]].from_dict(manifest)
         assert parsed.to_dict() == manifest  # an unknown field would be lost
 
@@ -270,32 +257,31 @@ def test_references_to_images(image: str) -> None:
     check_image(image, digest=True)
 
 
-def test_printed_commands_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_printed_commands_are_quoted(tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "my jobs; $(touch x)"
-    assert launch(monkeypatch, "slurm", RECIPE, "--dry-run", "--nodes=2", f"--out={out}") == 0
-    command = capsys.readouterr().out.splitlines()[-1].removeprefix("to submit: ")
+    printed = cli("launch", "slurm", RECIPE, "--dry-run", "--nodes=2", f"--out={out}").out
+    command = printed.splitlines()[-1].removeprefix("to submit: ")
     assert shlex.split(command) == ["sbatch", f"{out}/job.sbatch"]
 
 
-def test_a_program_whose_name_would_be_another_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_whose_name_would_be_another_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "recipes/pretrain.py", tmp_path / "a\nRUN id #.py")
     Path("recipe.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "a\\nRUN id #.py"\n')
     for target, options in (("docker", []), ("kubernetes", ["--image=i", "--claim=a"])):
-        assert launch(monkeypatch, target, "recipe.toml", *options, "--dry-run", "--out=out") == 2
         message = r"recipe = 'a\nRUN id #.py': name the program with letters, digits and . _ - only"
-        assert message in capsys.readouterr().err
+        assert message in cli("launch", target, "recipe.toml", *options, "--dry-run", "--out=out", code=2).err
     assert not Path("out").exists()
 
 
-def test_the_recipe_of_a_slurm_job_finds_a_program_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_a_slurm_job_finds_a_program_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     """It is in another directory than the recipe that names the program by a relative path."""
     monkeypatch.chdir(tmp_path)
     Path("custom").mkdir()
     shutil.copy(ROOT / "recipes/pretrain.py", "custom/train.py")
     Path("custom/train.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "train"\n')
     for out, words in (("named", ["custom/train.toml"]), ("overridden", [RECIPE, "--recipe=custom/train.py"])):
-        assert launch(monkeypatch, "slurm", *words, "--nodes=2", f"--out={out}", "--dry-run") == 0
+        cli("launch", "slurm", *words, "--nodes=2", f"--out={out}", "--dry-run")
         assert program_of(Path(out, "recipe.toml")) == tmp_path / "custom/train.py"

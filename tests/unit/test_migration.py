@@ -5,14 +5,14 @@ Expected values of the other programs were computed with torchtitan 0.2.2 and wi
 
 import json
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from benchmarks import migration, torchtitan_steps
+from benchmarks import migration
+from tests.launching import Cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import read
 from titanlike.config.sections import Schedule
@@ -21,7 +21,6 @@ from titanlike.models.llama_config import LlamaConfig
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate
 from titanlike.run.preflight import check_recipe
-from titanlike.tools.cli import main as cli
 from titanlike.tools.migration import megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.formats import convert
@@ -445,43 +444,25 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
         convert(path)
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Runs a command in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        return error.code
-    return 0
-
-
-def test_the_import_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_import_command(cli: Cli, tmp_path: Path) -> None:
     job, recipe = tmp_path / "job.toml", tmp_path / "recipe.toml"
     job.write_text(JOB + "stepz = 1\n")
-    assert command(monkeypatch, "import", job, recipe, "--gpus", 64) == 0
-    output = capsys.readouterr().out
+    output = cli("import", job, recipe, "--gpus", 64).out
     assert "torchtitan 0.2: 8 keys mapped, 1 not mapped and of effect, 1 without effect" in output
     assert "not mapped: training.stepz = 1: unknown to torchtitan 0.2; did you mean training.steps?" in output
     check_recipe(load(PretrainRecipe, recipe), 64)
-    assert command(monkeypatch, "import", job, recipe, "--gpus", 64) == 2
-    assert f"{recipe} exists; choose another file" in capsys.readouterr().err
+    assert f"{recipe} exists; choose another file" in cli("import", job, recipe, "--gpus", 64, code=2).err
     job.write_text("[training]\nsteps = 3\n")
-    assert command(monkeypatch, "import", job, tmp_path / "other.toml") == 2
-    assert "is no file that can be imported: give a job config of torchtitan" in capsys.readouterr().err
+    message = "is no file that can be imported: give a job config of torchtitan"
+    assert message in cli("import", job, tmp_path / "other.toml", code=2).err
 
 
-def test_plans_of_files_of_other_programs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_plans_of_files_of_other_programs(cli: Cli, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(JOB)
 
     def speed(*arguments: object) -> tuple[float, str]:
-        assert command(monkeypatch, "plan", job, "--gpus=8", "--quick", "--json", *arguments) in (0, 1)
-        captured = capsys.readouterr()
+        captured = cli("plan", job, "--gpus=8", "--quick", "--json", *arguments)
         return float(json.loads(captured.out)["tokens_per_second_per_gpu"]), captured.err
 
     theirs, text = speed()
@@ -491,12 +472,11 @@ def test_plans_of_files_of_other_programs(
     assert speed("--training.seq_len=2048")[0] != theirs  # an override
     assert theirs != speed("--program=torchtitan")[0]  # what the job has otherwise: its loss is not compiled
     job.write_text(JOB)
-    assert command(monkeypatch, "plan", job, "--gpus=8,16", "--quick", "--json") == 0
-    assert "the batch is that of 8 GPUs; --scaling weak" in capsys.readouterr().err
-    assert command(monkeypatch, "plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml") == 2
-    assert "first `titanlike import" in capsys.readouterr().err
-    assert command(monkeypatch, "plan", job, "--gpus=8", "--training.steps=x") == 2
-    assert 'command line: training.steps = "x"' in capsys.readouterr().err
+    text = cli("plan", job, "--gpus=8,16", "--quick", "--json").err
+    assert "the batch is that of 8 GPUs; --scaling weak" in text
+    search = cli("plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml", code=2)
+    assert "first `titanlike import" in search.err
+    assert 'command line: training.steps = "x"' in cli("plan", job, "--gpus=8", "--training.steps=x", code=2).err
 
 
 def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> None:
@@ -514,24 +494,6 @@ def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> No
     own = tmp_path / "own.toml"  # a program may have a section [job] of its own
     own.write_text('recipe = "own"\n[job]\nname = "mine"\n')
     assert read(own)[0]["job"] == {"name": "mine"}
-
-
-def test_the_table_of_the_documentation_is_that_of_the_results() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/migration.json").read_text())
-    assert migration.table(rows) in (ROOT / "docs/migration.md").read_text()
-    assert all(len(row["sha256"]) == 64 and row["link"].startswith("https://") for row in rows)
-
-
-def test_steps_of_torchtitan_and_of_the_recipe_are_the_same() -> None:
-    result = json.loads((ROOT / "benchmarks/results/torchtitan_steps.json").read_text())
-    assert torchtitan_steps.table(result) in (ROOT / "docs/migration.md").read_text()
-    assert result["versions"]["torchtitan"] == "0.2.2" and result["models"].keys() == {"llama3", "qwen3"}
-    for rows in result["models"].values():
-        assert len(rows) == 10
-        for row in rows:
-            assert row["loss"] == pytest.approx(row["their_loss"], abs=1e-5)
-            assert row["norm"] == pytest.approx(row["their_norm"], rel=1e-4)
-            assert row["learning_rate"] == pytest.approx(row["their_learning_rate"])
 
 
 def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:

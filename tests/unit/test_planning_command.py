@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.launching import Cli
 from titanlike.run.preflight import check_recipe
-from titanlike.tools.cli import main as cli
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import advice, checkpointing_modes
 from titanlike.tools.planning.figure import draw_memory, draw_scaling
@@ -25,18 +25,8 @@ RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
 H100 = load_hardware("h100")
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Runs the command in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", "plan", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(monkeypatch, RECIPE, "--gpus", "64", "--quick") == 0
-    output = capsys.readouterr().out
+def test_report(cli: Cli) -> None:
+    output = cli("plan", RECIPE, "--gpus", "64", "--quick").out
     for text in (
         "llama 3-8B: 8.03 billion parameters", "64 x H100 SXM 80 GB: 8 nodes", "optimizer states", "peak, reserved", "none  ",
         "selective (recipe)", "reduce-scatter", "MFU", "range ", "(FSDP, Hopper and Ampere)", "limits this layout with",
@@ -45,21 +35,15 @@ def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert max(map(len, output.splitlines())) <= 80 and "\x1b" not in output
 
 
-def test_json_and_exit_code_of_a_recipe_that_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_and_exit_code_of_a_recipe_that_does_not_fit(cli: Cli) -> None:
     arguments = ["--gpus=8", "--quick", "--json", "--training.local_batch_size=16", "--activation_checkpoint.mode=none"]
-    assert plan(monkeypatch, RECIPE, *arguments) == 1
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(cli("plan", RECIPE, *arguments, code=1).out)
     assert values["fits"] is False and values["peak_reserved_bytes"] > values["available_bytes"]
     assert values["advice"].startswith("It does not fit by ") and values["advice_changes"]
 
 
-def test_a_measured_speed_is_the_anchor_of_other_plans(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan(monkeypatch, RECIPE, "--gpus=8,64", "--json", "--measured=6000") == 0
-    captured = capsys.readouterr()
+def test_a_measured_speed_is_the_anchor_of_other_plans(cli: Cli) -> None:
+    captured = cli("plan", RECIPE, "--gpus=8,64", "--json", "--measured=6000")
     first, second = json.loads(captured.out)["points"]
     assert first["tokens_per_second_per_gpu"] == pytest.approx(6000)
     assert second["tokens_per_second_per_gpu"] == pytest.approx(5900, rel=0.05)
@@ -68,10 +52,10 @@ def test_a_measured_speed_is_the_anchor_of_other_plans(
     assert captured.err.startswith("measured  6,000 tokens/s per GPU on 8 GPUs: efficiency 0.6")
 
 
-def test_another_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_another_program(cli: Cli, tmp_path: Path) -> None:
     def speed(*arguments: str) -> float:
-        assert plan(monkeypatch, RECIPE, "--gpus=8", "--quick", "--json", *arguments) == 0
-        return float(json.loads(capsys.readouterr().out)["tokens_per_second_per_gpu"])
+        values = json.loads(cli("plan", RECIPE, "--gpus=8", "--quick", "--json", *arguments).out)
+        return float(values["tokens_per_second_per_gpu"])
 
     (tmp_path / "own.toml").write_text('attention = "flash"\nwhole_logits = true\n')
     eager = "--compile.mode=none"
@@ -79,16 +63,13 @@ def test_another_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert speed(f"--program={tmp_path}/own.toml") < speed()
 
 
-def test_scaling_and_search_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert plan(monkeypatch, RECIPE, "--gpus=8,64,100", "--quick", "--json") == 0
-    points = json.loads(capsys.readouterr().out)["points"]
+def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
+    points = json.loads(cli("plan", RECIPE, "--gpus=8,64,100", "--quick", "--json").out)["points"]
     assert [point["num_gpus"] for point in points] == [8, 64, 100] and "problem" in points[2]
     best = tmp_path / "best.toml"
     fixed = [f"--parallelism.{name}=1" for name in ("pipeline", "context", "replicate")]
-    assert plan(monkeypatch, RECIPE, "--gpus=8", "--quick", "--json", "--search", "--write", str(best), *fixed) == 0
-    values = json.loads(capsys.readouterr().out)
+    search = cli("plan", RECIPE, "--gpus=8", "--quick", "--json", "--search", "--write", best, *fixed)
+    values = json.loads(search.out)
     assert values["best"][0]["fits"] and values["candidates"] > len(values["best"])
     check_recipe(load_known(best, {}), 8)
     assert load_known(best, {}).training.global_batch_size == 128
@@ -125,11 +106,8 @@ def test_scaling_and_search_as_json(
           "--parallelism.pipeline=2"), "no layout of 8 GPUs has parallelism.tensor = 8 and parallelism.pipeline = 2; use another"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
-    assert plan(monkeypatch, *arguments) == 2
-    captured = capsys.readouterr()
+def test_mistakes_are_one_sentence(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
+    captured = cli("plan", *arguments, code=2)
     assert captured.out == "" and len(captured.err.splitlines()) == 1
     assert captured.err.startswith("error: ") and message in captured.err
 

@@ -1,10 +1,11 @@
-"""The plan's memory beside what PyTorch's allocator has counted on null GPUs, for every shipped recipe at its number of GPUs."""
+"""Plans beside what PyTorch's allocator has counted on null GPUs, for every shipped recipe, and beside what a GPU has measured."""
 
 import json
 from typing import Any
 
 import pytest
 
+from benchmarks import gpu_plans
 from benchmarks.null_gpu import recipes, record
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.plan import GIB, make_plan
@@ -59,10 +60,35 @@ def test_offload_is_planned_and_the_table_of_it_is_the_measurement() -> None:
     assert "\n\n" + "\n".join(lines) + "\n" in (record.ROOT / "docs/recipes.md").read_text()
 
 
-def test_the_table_of_the_documentation_is_the_measurement() -> None:
-    assert f"\n\n{recipes.table(ROWS)}\n\n" in (record.ROOT / "docs/null_gpu.md").read_text()
-
-
 def test_every_shipped_recipe_is_measured_and_has_a_number_of_gpus() -> None:
     names = {str(path.relative_to(recipes.FOLDER).with_suffix("")) for path in recipes.FOLDER.rglob("*.toml")}
     assert names == set(recipes.GPUS_OF) == {row["recipe"] for row in ROWS}
+
+
+COMPARED = list(gpu_plans.compared(sorted(gpu_plans.FOLDER.glob("*.json"))))
+
+
+@pytest.mark.parametrize("row", COMPARED, ids=lambda row: row.name)
+def test_what_a_gpu_has_measured_is_near_its_plan(row: gpu_plans.Compared) -> None:
+    assert abs(row.memory_error) < 0.03
+    found = row.plan.range
+    assert found.low < row.measured["tokens_per_second"] / row.plan.tokens_per_second < found.high
+
+
+def test_the_table_of_what_a_gpu_has_measured_is_in_the_documentation() -> None:
+    assert len(COMPARED) == 10
+    text = (record.ROOT / "docs/planner_validation.md").read_text()
+    assert f"\n\n{gpu_plans.table(COMPARED)}\n\n" in text
+
+
+@pytest.mark.parametrize("name", ["1b_bfloat16", "8b_float8"])
+def test_the_memory_of_a_gpu_and_of_a_null_gpu_is_the_same_to_the_byte(name: str) -> None:
+    """As recorded, and as the documentation says."""
+    rows = [
+        json.loads(path.read_text())["rows"]
+        for path in (gpu_plans.FOLDER / f"{name}.json", gpu_plans.FOLDER.parent / f"null_gpu_{name}.json")
+    ]
+    peaks = [{row: measured["peak_memory_gib"] for row, measured in found.items()} for found in rows]
+    assert peaks[0] == peaks[1]
+    text = (record.ROOT / "docs/null_gpu.md").read_text()
+    assert all(f"| {peak} | {peak} |\n" in text for peak in peaks[0].values())

@@ -1,29 +1,37 @@
-"""Tokenizing text into shards: content of the shards, splits, work units; bit-identical for any number of processes."""
+"""`titanlike data prepare`: shards, splits and work units; resuming, and errors."""
 
 import base64
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
 
 from tests.durability import Disk
 from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
+from tests.web import web
+from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.documents import remote
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import CHUNK_SIZE, BadRecord, Fields, read_documents
 from titanlike.data.tokens import work_units
-from titanlike.data.tokens.shards import TRAIN, VALIDATION, Shards
+from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shards
 from titanlike.data.tokens.tokenization import split_of
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.data.tokens.work_units import split_work_units
 from titanlike.tools.cli.data import recipe_lines
+from titanlike.tools.data import workers
 from titanlike.tools.data.prepare import Progress, prepare
+from titanlike.utils.file_lock import FileLock
 
 
 def test_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:
@@ -81,10 +89,10 @@ def test_prompts_are_excluded_from_the_loss(corpus: Path, tmp_path: Path) -> Non
 
 def test_result_does_not_depend_on_the_number_of_processes(corpus: Path, tmp_path: Path, small_units: None) -> None:
     found = []
-    for workers in (0, 2):
+    for num_workers in (0, 2):
         out = tmp_path / "out"
         reports: list[Progress] = []
-        prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=workers, on_progress=reports.append)
+        prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=num_workers, on_progress=reports.append)
         assert reports[-1].bytes_read == reports[-1].total_bytes
         assert reports[-1].tokens == sum(len(text) for split in (TRAIN, VALIDATION) for text in read_split(out, split))
         found.append(content(out))
@@ -144,3 +152,173 @@ def test_tokenizer_file_is_copied_into_the_folder(corpus: Path, tmp_path: Path, 
     assert build_tokenizer(Section(**recipe["tokenizer"])).fingerprint == manifest.tokenizer["fingerprint"]
     first = read_split(tmp_path / "out", TRAIN)[0]
     assert (first[0], first[-1]) == (256, 257)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def stop_after(count: int) -> Callable[[Any], None]:
+    """Returns a function that raises `Interrupted` after `count` calls."""
+    calls = iter(range(count))
+
+    def call(*_: Any) -> None:
+        if next(calls, None) is None:
+            raise Interrupted
+
+    return call
+
+
+def test_finished_work_units_are_not_repeated(
+    corpus: Path, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare([str(corpus)], tmp_path / "undisturbed", BYTES, workers=0)
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    processed: list[int] = []
+    original = workers.process_work_unit
+
+    def process_work_unit(unit: Any, *rest: Any) -> Any:
+        check()
+        processed.append(unit.number)
+        return original(unit, *rest)
+
+    monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
+    for count in (0, 5, 10):
+        check = stop_after(count)
+        with pytest.raises(Interrupted):
+            prepare([str(corpus)], out, BYTES, workers=0)
+    assert processed == list(range(15))
+    (partial / "train-00003.tokens").write_bytes(b"short")  # as after a loss of power
+    (partial / "unit-00004.json").write_text("{")
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", stop_after(0))
+        check = stop_after(1000)
+        with pytest.raises(Interrupted):
+            prepare([str(corpus)], out, BYTES, workers=0)
+    assert processed[15:] == [3, 4, *range(15, processed[-1] + 1)]
+    reports: list[Progress] = []
+    prepare([str(corpus)], out, BYTES, workers=0, on_progress=reports.append)
+    assert (reports[-1].resumed_bytes, reports[-1].tokens) == (reports[-1].total_bytes, 0)
+    assert processed[-1] == len(processed) - 3
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_resuming_with_other_parameters_is_refused(corpus: Path, tmp_path: Path) -> None:
+    out, inputs = tmp_path / "out", [str(corpus / "a.jsonl"), str(corpus / "c01.txt")]
+    (corpus / "c01.txt").touch()
+    prepare(inputs, out, BYTES, workers=0)
+
+    def refusal(paths: list[str], section: Section = BYTES, **options: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            prepare(paths, out, section, workers=0, **options)
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    begin, end = "out was prepared with different parameters: ", "; remove that folder, or give another --out"
+    assert refusal(inputs, Section(special="bos", bos="<|endoftext|>")) == f"{begin}the tokenizer differs{end}"
+    assert refusal(inputs, validation_share=0.5) == f"{begin}--validation was 0.0 and is 0.5{end}"
+    assert "--text-field was 'text' and is 'b'" in refusal(inputs, fields=Fields("b"))
+    assert "--prompt-field was '' and is 'ask'" in refusal(inputs, fields=Fields("text", "ask"))
+    assert "input file corpus/c01.txt was removed" in refusal(inputs[:1])
+    assert "input file corpus/c02.txt was added" in refusal([*inputs, str(corpus / "c02.txt")])
+    assert "the order of the input files differs" in refusal(inputs[::-1])
+    reports: list[Progress] = []
+    prepare(inputs, out, BYTES, workers=3, bad="skip", on_progress=reports.append)  # these do not change the result
+    assert reports == [Progress(0, 0, 0, 0, 0.0, already_complete=True)]
+    os.utime(corpus / "c01.txt", ns=(1, 1))
+    assert "input file corpus/c01.txt has changed" in refusal(inputs)
+    (out / "plan.json").write_text("{}")
+    assert "its plan.json cannot be read (KeyError: 'format')" in refusal(inputs)
+
+
+def test_plan_without_finished_work_is_replaced(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadRecord, match=r"a\.jsonl, line 1: no field 'content'; its fields are text, ask"):
+        prepare([str(corpus)], tmp_path / "out", BYTES, fields=Fields("content"), workers=0)
+    assert not (tmp_path / "out").exists()
+    prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+
+
+def test_concurrent_preparation_is_refused(corpus: Path, tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / ".out.lock")
+    with pytest.raises(UserError, match=rf"out is being prepared by process {os.getpid()} on host .*; wait for it"):
+        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+    lock.release()
+    prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+
+
+def test_folder_with_other_content_is_not_changed(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(UserError, match="out exists and is not a folder of token shards; give another --out"):
+        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+    (tmp_path / "out" / "mine").unlink()
+    prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/out cannot be written: "):
+        prepare([str(corpus)], tmp_path / "file" / "out", BYTES, workers=0)
+
+
+def test_output_inside_the_input_is_not_read(corpus: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        manifest = prepare([str(corpus)], corpus / "out", BYTES, workers=0)
+    assert manifest.source["files"] == 22
+
+
+def test_input_without_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n{\n')
+    with pytest.raises(UserError, match=r"a\.txt: no documents: 1 without text, 0 bad records"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=0)
+    with pytest.raises(UserError, match=r"and 1 more: no documents: 2 without text, 1 bad records"):
+        prepare([str(tmp_path)], tmp_path / "out", BYTES, workers=0, bad="skip")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match=r"--validation = 0\.999999 leaves no document for training"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=0, validation_share=0.999999)
+    assert not (tmp_path / "out.partial").exists()  # there is nothing to resume
+    with pytest.raises(UserError, match="no input files"):
+        prepare([], tmp_path / "out", BYTES, workers=0)
+    with pytest.raises(UserError, match=r"--validation = 1\.0: give a fraction"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=0, validation_share=1.0)
+
+
+def test_too_small_disk_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=30_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"take at least about 3\d\d,\d{3} bytes, and 30,000 are free on the disk"):
+        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+    usage = usage._replace(free=400_000)
+    prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+
+
+def test_file_that_changes_during_reading_is_reported(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = workers.process_work_unit
+
+    def process_work_unit(*arguments: Any) -> Any:
+        with (corpus / "c05.txt").open("a") as file:
+            file.write("more")
+        return original(*arguments)
+
+    monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
+    with pytest.raises(UserError, match=r"c05\.txt: changed while it was read; run the command again"):
+        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
+
+
+def test_remote_files_and_files_that_vanish(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_units, "MIN_SIZE", 100_000)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.01)
+    prepare([str(corpus / "a.jsonl"), str(corpus / "b.parquet")], tmp_path / "local", BYTES, workers=0)
+    with web() as server:
+        for name in ("a.jsonl", "b.parquet"):
+            server.files[name] = (corpus / name).read_bytes()
+        urls = [f"{server.address}/{name}" for name in server.files]
+        prepare(urls, tmp_path / "remote", BYTES, workers=1)
+        assert read_split(tmp_path / "remote", TRAIN) == read_split(tmp_path / "local", TRAIN)
+        server.ranges = False  # reading cannot begin in the middle of a file
+        prepare(urls[:1], tmp_path / "unsplit", BYTES, workers=0)
+        assert len(json.loads((tmp_path / "unsplit/plan.json").read_text())["units"]) == 1
+        server.ranges = True
+        found = list_files(urls[0])
+        server.files.clear()
+        with pytest.raises(UserError, match=r"a\.jsonl: (no longer exists|cannot be read)"):
+            prepare(found, tmp_path / "gone", BYTES, workers=0)

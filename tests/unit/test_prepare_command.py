@@ -245,15 +245,6 @@ def test_full_disk_is_one_line(large: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out.partial").glob("*.tokens*"))  # unfinished shards do not fill the disk
 
 
-def test_command_does_not_import_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, titanlike.tools.cli.data, titanlike.tools.data.prepare; "
-        "import titanlike.tools.data.train_tokenizer, titanlike.tools.data.workers; "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), check=True)
-
-
 def test_workers_do_not_import_the_calling_program(large: Path, tmp_path: Path) -> None:
     program = """
 import os

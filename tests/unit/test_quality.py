@@ -88,14 +88,25 @@ def texts_of(out: Path, *splits: str) -> list[str]:
     return [bytes(document[:-1]).decode() for split in splits for document in read_split(out, split)]
 
 
+def prepared(inputs: Sequence[str | Path], out: Path, *stages: Any, **options: Any) -> list[str]:
+    """Prepares files in this process, with these options of `Quality` unless they are given. Returns the texts for training."""
+    quality = options.pop("quality", Quality(*stages))
+    prepare([*map(str, inputs)], out, BYTES, quality=quality, workers=0, **options)
+    return texts_of(out, TRAIN)
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    report = read_report(str(out))
+    assert report
+    return report
+
+
 ALL = Quality("remove-near", Thresholds(), repeated_lines=20)
 
 
 def test_duplicates_and_rubbish_are_removed(planted: Planted, tmp_path: Path, small_units: None) -> None:
-    prepare(planted.inputs, tmp_path / "out", BYTES, quality=Quality("remove-near", Thresholds()), workers=0)
-    assert texts_of(tmp_path / "out", TRAIN) == planted.originals
-    report = read_report(str(tmp_path / "out"))
-    assert report
+    assert prepared(planted.inputs, tmp_path / "out", "remove-near", Thresholds()) == planted.originals
+    report = report_of(tmp_path / "out")
     assert report["duplicates"] == {"exact": planted.exact, "near": planted.near}
     removed = {reason: tally["documents"] for reason, tally in report["removed"].items()}
     assert removed == dict.fromkeys(planted.rubbish, 1) | {"exact_duplicates": 20, "near_duplicates": 30}
@@ -130,10 +141,8 @@ def test_duplicates_and_rubbish_are_removed(planted: Planted, tmp_path: Path, sm
 def test_modes_of_duplicates(
     planted: Planted, tmp_path: Path, small_units: None, duplicates: Any, kept: int, found: dict[str, int]
 ) -> None:
-    prepare(planted.inputs, tmp_path / "out", BYTES, quality=Quality(duplicates), workers=0)
-    assert len(texts_of(tmp_path / "out", TRAIN)) == kept
-    report = read_report(str(tmp_path / "out"))
-    assert report
+    assert len(prepared(planted.inputs, tmp_path / "out", duplicates)) == kept
+    report = report_of(tmp_path / "out")
     assert report["duplicates"] == found
     assert report["documents"]["kept"]["documents"] == kept
     assert set(report["removed"]) == (
@@ -145,10 +154,8 @@ def test_one_document_with_many_copies(tmp_path: Path, small_units: None) -> Non
     rng = random.Random(3)
     text, other = prose(rng), prose(rng)
     file = write(tmp_path / "a.jsonl", [text] * 200 + [other] + [f"{text} {number}" for number in range(200)])
-    prepare([str(file)], tmp_path / "out", BYTES, quality=Quality("remove-near"), workers=0)
-    assert texts_of(tmp_path / "out", TRAIN) == [text, other]
-    report = read_report(str(tmp_path / "out"))
-    assert report
+    assert prepared([file], tmp_path / "out", "remove-near") == [text, other]
+    report = report_of(tmp_path / "out")
     assert report["duplicates"] == {"exact": 199, "near": 200}
 
 
@@ -159,8 +166,7 @@ def test_texts_without_spaces_and_short_texts(tmp_path: Path) -> None:
     copies = [f"{text[:150]}。{text[150:]}" for text in chinese]
     short = ["one two three", "One, two: three", "one two four", "…", "?!", "?!"]
     file = write(tmp_path / "a.jsonl", [*chinese, *copies, *short])
-    prepare([str(file)], tmp_path / "out", BYTES, quality=Quality("remove-near"), workers=0)
-    assert texts_of(tmp_path / "out", TRAIN) == [*chinese, "one two three", "one two four", "…", "?!"]
+    assert prepared([file], tmp_path / "out", "remove-near") == [*chinese, "one two three", "one two four", "…", "?!"]
 
 
 def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
@@ -168,17 +174,8 @@ def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for duplicates, kept in (("count", 3), ("remove", 2)):
         out = tmp_path / duplicates
-        prepare(
-            [str(tmp_path / "a.jsonl")],
-            out,
-            BYTES,
-            fields=Fields("text", "ask"),
-            quality=Quality(duplicates),
-            workers=0,
-        )  # type: ignore[arg-type]
-        assert len(read_split(out, TRAIN)) == kept
-        report = read_report(str(out))
-        assert report
+        assert len(prepared([tmp_path / "a.jsonl"], out, duplicates, fields=Fields("text", "ask"))) == kept
+        report = report_of(out)
         assert report["duplicates"] == {"exact": 1}
 
 
@@ -186,9 +183,7 @@ def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
 def test_no_document_is_left(tmp_path: Path, duplicates: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
     with pytest.raises(UserError, match=r"no documents: .*2 bad records"):
-        prepare(
-            [str(tmp_path / "a.jsonl")], tmp_path / "out", BYTES, quality=Quality(duplicates), bad="skip", workers=0
-        )
+        prepared([tmp_path / "a.jsonl"], tmp_path / "out", duplicates, bad="skip")
 
 
 def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) -> None:
@@ -198,10 +193,12 @@ def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) 
     mostly_menu = f"{MENU}\n{MENU}\nSee you!"
     copied = f"{prose(rng, 2)}\n{prose(rng, 2)}"  # its lines are not boilerplate, since one copy of it is kept
     file = write(tmp_path / "a.jsonl", [*with_menu[:50], *[copied] * 40, mostly_menu, *with_menu[50:]])
-    prepare([str(file)], tmp_path / "out", BYTES, quality=Quality("remove", repeated_lines=20), workers=0)
-    assert texts_of(tmp_path / "out", TRAIN) == [*texts[:50], copied, *texts[50:]]
-    report = read_report(str(tmp_path / "out"))
-    assert report
+    assert prepared([file], tmp_path / "out", quality=Quality("remove", repeated_lines=20)) == [
+        *texts[:50],
+        copied,
+        *texts[50:],
+    ]
+    report = report_of(tmp_path / "out")
     assert report["removed"]["boilerplate"]["documents"] == 1
     assert report["removed"]["boilerplate"]["bytes"] == len(mostly_menu)
     assert report["documents"]["cleaned"]["documents"] == 30
@@ -209,11 +206,11 @@ def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) 
     assert report["documents"]["cleaned"]["examples"][0]["detail"] == f"removed line: {MENU}"
     # Visible bytes count: most of the letters of this document are its own, if few of its bytes with spaces are.
     spaced = write(tmp_path / "b.jsonl", [f"s p a c e d {number % 2}\nOnlyhere{number:02}.\n" for number in range(40)])
-    prepare([str(spaced)], tmp_path / "spaced", BYTES, quality=Quality("remove", repeated_lines=20), workers=0)
-    assert texts_of(tmp_path / "spaced", TRAIN) == [f"Onlyhere{number:02}.\n" for number in range(40)]
+    assert prepared([spaced], tmp_path / "spaced", quality=Quality("remove", repeated_lines=20)) == [
+        f"Onlyhere{number:02}.\n" for number in range(40)
+    ]
     # In fewer documents, they stay.
-    prepare([str(file)], tmp_path / "few", BYTES, quality=Quality("remove", repeated_lines=32), workers=0)
-    assert texts_of(tmp_path / "few", TRAIN)[0] == with_menu[0]
+    assert prepared([file], tmp_path / "few", quality=Quality("remove", repeated_lines=32))[0] == with_menu[0]
 
 
 FILTER = """
@@ -236,24 +233,22 @@ def filters(tmp_path: Path) -> Callable[[str], Quality]:
 
 
 def test_own_filter(planted: Planted, tmp_path: Path, small_units: None, filters: Callable[[str], Quality]) -> None:
-    prepare(planted.inputs, tmp_path / "keep", BYTES, quality=filters("keep"), workers=0)
-    report = read_report(str(tmp_path / "keep"))
-    assert report
+    kept = prepared(planted.inputs, tmp_path / "keep", quality=filters("keep"))
+    report = report_of(tmp_path / "keep")
     assert report["removed"]["filter"]["documents"] == 30
     assert all(
         "changed" in each["text"].lower() or len(each["text"]) == 200
         for each in report["removed"]["filter"]["examples"]
     )
-    prepare(planted.inputs, tmp_path / "shorter", BYTES, quality=filters("shorter"), workers=0)
-    expected = [text[:50] for text in texts_of(tmp_path / "keep", TRAIN) if "a" in text]
-    assert set(texts_of(tmp_path / "shorter", TRAIN)) >= set(expected)
-    assert max(map(len, texts_of(tmp_path / "shorter", TRAIN))) == 50
+    shorter = prepared(planted.inputs, tmp_path / "shorter", quality=filters("shorter"))
+    assert {*shorter} >= {text[:50] for text in kept if "a" in text} and max(map(len, shorter)) == 50
     records = [{"text": prose(random.Random(number)), "lang": "en" if number % 2 else "de"} for number in range(20)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "b.parquet")
     for name in ("a.jsonl", "b.parquet"):
-        prepare([str(tmp_path / name)], tmp_path / f"{name}.out", BYTES, quality=filters("by_field"), workers=0)
-        assert texts_of(tmp_path / f"{name}.out", TRAIN) == [each["text"] for each in records[1::2]]
+        assert prepared([tmp_path / name], tmp_path / f"{name}.out", quality=filters("by_field")) == [
+            each["text"] for each in records[1::2]
+        ]
 
 
 def test_filters_see_long_documents_complete(
@@ -266,11 +261,9 @@ def test_filters_see_long_documents_complete(
         (tmp_path / f"{number}.txt").write_text(text)
     inputs = [str(tmp_path / "*.txt")]
     prepare(inputs, tmp_path / "counted", BYTES, workers=0)
-    assert read_report(str(tmp_path / "counted"))["duplicates"] == {"exact": 1}  # type: ignore[index]
-    prepare(inputs, tmp_path / "filtered", BYTES, quality=filters("keep"), workers=0)
-    assert texts_of(tmp_path / "filtered", TRAIN) == [*texts, texts[0]]
-    prepare(inputs, tmp_path / "removed", BYTES, quality=Quality("remove-near"), workers=0)
-    assert texts_of(tmp_path / "removed", TRAIN) == texts
+    assert report_of(tmp_path / "counted")["duplicates"] == {"exact": 1}
+    assert prepared(inputs, tmp_path / "filtered", quality=filters("keep")) == [*texts, texts[0]]
+    assert prepared(inputs, tmp_path / "removed", "remove-near") == texts
 
 
 @pytest.mark.parametrize(
@@ -299,13 +292,8 @@ def test_error_of_a_filter_in_the_middle_of_a_file(tmp_path: Path, small_units: 
     (tmp_path / "my.py").write_text("def keep(text): return 'stop' not in text or {}['a']\n")
     for file, where in (("a.jsonl", "line 78"), ("b.parquet", "row 78")):
         with pytest.raises(UserError, match=rf"{file}, {where}: --filter .*my\.py:keep raised KeyError: 'a'"):
-            prepare(
-                [str(tmp_path / file)],
-                tmp_path / f"{file}.out",
-                BYTES,
-                quality=Quality(own=open_filter(f"{tmp_path}/my.py:keep")),
-                workers=0,
-            )
+            quality = Quality(own=open_filter(f"{tmp_path}/my.py:keep"))
+            prepared([tmp_path / file], tmp_path / f"{file}.out", quality=quality)
 
 
 @pytest.mark.parametrize("num_files", [1, 40])
@@ -365,9 +353,7 @@ def test_limits_of_quality() -> None:
 
 def test_everything_removed_is_an_error(planted: Planted, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="every document was removed: 175 for length; give other limits"):
-        prepare(
-            planted.inputs, tmp_path / "out", BYTES, quality=Quality(limits=Thresholds(min_characters=10**6)), workers=0
-        )
+        prepared(planted.inputs, tmp_path / "out", "count", Thresholds(min_characters=10**6))
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -387,9 +373,7 @@ def test_test_split(planted: Planted, tmp_path: Path) -> None:
         ((0, 1.0), r"--test = 1\.0: give a fraction"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare(
-                planted.inputs, tmp_path / "out", BYTES, validation_share=shares[0], test_share=shares[1], workers=0
-            )
+            prepared(planted.inputs, tmp_path / "out", validation_share=shares[0], test_share=shares[1])
 
 
 def test_near_copies_are_not_in_two_splits(planted: Planted, tmp_path: Path) -> None:

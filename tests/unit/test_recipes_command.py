@@ -6,25 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import Cli
 from titanlike.config import UserError, load
 from titanlike.config.load import read
 from titanlike.config.shipped import REPOSITORY, recipe_path, shipped_recipes, train_command
 from titanlike.run.start import program_of
-from titanlike.tools.cli import main as cli
 from titanlike.tools.programs import SHIPPED
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["titanlike", "recipes", *words])
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
-    cli.main()
-
-
 @pytest.mark.parametrize("name", ["debug", "finetune_debug", "llama3_8b_float8", "study/float8"])
-def test_a_copy_is_the_same_recipe_with_a_program_of_its_own(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(monkeypatch, "copy", name, str(tmp_path / "my"))
+def test_a_copy_is_the_same_recipe_with_a_program_of_its_own(name: str, tmp_path: Path, cli: Cli) -> None:
+    cli("recipes", "copy", name, tmp_path / "my")
     shipped = recipe_path(name)
     copied = tmp_path / "my" / shipped.name
     assert program_of(copied) == copied.with_suffix(".py")
@@ -35,21 +27,14 @@ def test_a_copy_is_the_same_recipe_with_a_program_of_its_own(
     assert copied.read_text().startswith("# ")  # the comment, without the path of the schema
 
 
-def test_a_copy_replaces_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_replaces_no_file(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "mine.py").write_text("mine")
-    for words, message in (
-        (("debug", str(tmp_path / "mine.toml")), f"{tmp_path}/mine.py exists; choose another name"),
-        (
-            ("debug", str(tmp_path / "mine.txt")),
-            "mine.txt: give a folder, or the file of a recipe, which ends in .toml",
-        ),
-        (("debgu", str(tmp_path)), "debgu is not a shipped recipe; did you mean debug?"),
+    for name, path, message in (
+        ("debug", "mine.toml", f"{tmp_path}/mine.py exists; choose another name"),
+        ("debug", "mine.txt", "mine.txt: give a folder, or the file of a recipe, which ends in .toml"),
+        ("debgu", ".", "debgu is not a shipped recipe; did you mean debug?"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            run(monkeypatch, "copy", *words)
-        assert message in capsys.readouterr().err
+        assert message in cli("recipes", "copy", name, tmp_path / path, code=2).err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
     assert (tmp_path / "mine.py").read_text() == "mine"
 
@@ -65,35 +50,17 @@ def test_a_misspelled_name_is_compared_with_the_names_of_files_and_recipes(
             read(recipe_path(text))
 
 
-def test_a_misspelled_command_is_compared_with_the_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    for name, message in (
-        ("trian", "error: trian is not a command; did you mean titanlike train?"),
-        ("xxxx", "choose from"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["titanlike", name])
-        with pytest.raises(SystemExit, match="2"):
-            cli.main()
-        assert message in capsys.readouterr().err
+def test_a_misspelled_command_is_compared_with_the_commands(cli: Cli) -> None:
+    assert "error: trian is not a command; did you mean titanlike train?" in cli("trian", code=2).err
+    assert "choose from" in cli("xxxx", code=2).err
 
 
-def test_titanlike_alone_lists_its_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["titanlike"])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    assert "recipes list the shipped recipes" in " ".join(capsys.readouterr().out.split())
+def test_titanlike_alone_lists_its_commands(cli: Cli) -> None:
+    assert "recipes list the shipped recipes" in " ".join(cli(code=2).out.split())
 
 
-def test_the_list_has_a_line_for_each_recipe(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(monkeypatch)
-    lines = capsys.readouterr().out.splitlines()
+def test_the_list_has_a_line_for_each_recipe(cli: Cli) -> None:
+    lines = cli("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
     programs = ("pretrain", "mlm", "seq2seq", "finetune", "dpo", "distill")
     assert all(line.split()[1] in programs and line.endswith(".") for line in lines)

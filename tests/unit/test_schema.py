@@ -8,13 +8,13 @@ import jsonschema
 import pytest
 import tomli
 
+from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.help import help_text
 from titanlike.config.schema import describe
-from titanlike.tools.cli.main import main
 from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 
@@ -100,12 +100,6 @@ def test_help_lists_the_sections_and_explains_one_of_them() -> None:
         help_text(FinetuneRecipe, "trainin")
 
 
-def test_titanlike_schema_prints_both_forms(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["titanlike", "schema"])
-    main()
-    assert json.loads(capsys.readouterr().out) == editor_schema(PROGRAMS)
-    monkeypatch.setattr("sys.argv", ["titanlike", "schema", "--markdown"])
-    main()
-    assert capsys.readouterr().out == markdown(PROGRAMS)
+def test_titanlike_schema_prints_both_forms(cli: Cli) -> None:
+    assert json.loads(cli("schema").out) == editor_schema(PROGRAMS)
+    assert cli("schema", "--markdown").out == markdown(PROGRAMS)

@@ -1,6 +1,5 @@
 """Every shipped recipe loads, passes the checks for its number of processes, and builds the published model."""
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlike.config import PretrainRecipe
-from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import joined
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import GIB, make_plan
 from titanlike.tools.programs import load_known
 from titanlike.utils.dtensor import local_tensor
 
@@ -157,49 +157,17 @@ def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrid
             dist.destroy_process_group()
 
 
-def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
-    """Returns the GiB that a GPU holds at least, from formulas. Not measured; without the allocator's fragmentation, NCCL's buffers
-    and the logits of a chunk. Activations kept by selective checkpointing are those of Llama 3's blocks.
-    """
-    model, layout, training = recipe.model, recipe.parallelism.resolve(processes), recipe.training
-    schedule, pipeline, tensor = SCHEDULES[layout.pipeline_schedule], layout.pipeline, layout.tensor
-    tokens = training.local_batch_size * training.seq_len // layout.context
-    # Weights, gradients and two moments in float32, sharded over all GPUs.
-    states = 16 * model.num_parameters() / processes
-    # Unsharded weights and their gradients: of two blocks, or with a pipeline of the stages that the GPU holds.
-    block = sum(outputs * inputs for outputs, inputs in model.block_matrices().values())
-    block += sum(map(math.prod, model.expert_parameters().values())) // layout.expert
-    gathered = (1 if recipe.float8.all_gather else 2) + 4
-    unsharded = gathered * (2 * block if pipeline == 1 else model.num_parameters() / pipeline) / tensor
-    # Bytes per token, channel and block that are kept until the backward pass, and the keys and values that context parallelism
-    # gathers. A pipeline's first rank holds them for the micro-batches that it starts before its first backward pass.
-    width = model.dim * tokens / tensor
-    keys = 4 * model.head_dim * model.num_kv_heads * training.seq_len if layout.context > 1 else 0
-    kept = {"full": 2 * width, "selective": 19.5 * width + keys}[recipe.activation_checkpoint.mode]
-    num_chunks = pipeline * (schedule.stages_per_rank + 1) - 1
-    num_blocks = model.num_layers if pipeline == 1 else num_chunks * max(layout.split(model))
-    # All activations of the block that is recomputed, and the sequences that tensor parallelism gathers.
-    # With experts, those of the average token: six more tensors of the rows that experts take and return, here and on other ranks.
-    queries, num_ffn = model.num_heads * model.head_dim, model.experts_per_token or 1
-    rows = 12 * model.dim * num_ffn if model.expert_parameters() else 0
-    inside = (
-        (8 * model.dim + 4 * queries + 6 * model.ffn_dim * num_ffn + rows) * tokens / tensor
-    )  # of this, 2 bytes an element
-    recomputed = inside + keys + (4 * width * tensor if tensor > 1 else 0)
-    return (states + unsharded + kept * num_blocks + recomputed) / 2**30
-
-
 @pytest.mark.parametrize("name", AT_SCALE)
-def test_the_comment_of_a_recipe_at_scale_has_its_gpus_and_memory(name: str) -> None:
+def test_a_recipe_at_scale_states_its_gpus_and_the_memory_of_its_plan(name: str) -> None:
     processes = SHIPPED[name][1]
     text = " ".join(re.findall(r"^# (.*)", (FOLDER / f"{name}.toml").read_text(), flags=re.MULTILINE))
-    memory = round(estimated_memory(load_known(FOLDER / f"{name}.toml", {}), processes))
-    assert f"{processes} GPUs" in text
-    assert f"Estimated memory, not measured: {memory} GiB per GPU" in text, memory
-    assert memory < 0.85 * 80e9 / 2**30  # the rest is for what is not estimated
+    plan = make_plan(Job(load_known(FOLDER / f"{name}.toml", {}), processes), load_hardware("h100"))
+    stated = re.search(r"Planned memory: (\d+) GiB per GPU", text)
+    assert f"{processes} GPUs" in text and stated
+    assert plan.fits and int(stated[1]) == pytest.approx(plan.reserved / GIB, rel=0.05)
     table = (FOLDER.parent / "docs/recipes.md").read_text().partition("## Large models")[2]
     row = next(line for line in table.splitlines() if f"[{name}]" in line)
-    assert f"| {processes} |" in row and f"| {memory} |" in row, row
+    assert f"| {processes} |" in row and row.endswith(f"| {stated[1]} |"), row
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.unit.datasets import read_steps
 from titanlike.config import UserError
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.stateful_loader import StatefulLoaderSource
@@ -79,20 +80,10 @@ def batches(build_loader: Callable[[int, int, int], Any], position: Any, rank: i
 def train(
     build_loader: Callable[[int, int, int], Any], num_ranks: int, stops: list[int], prefetch: int
 ) -> list[list[int]]:
-    """Returns the tokens of each step, read by loaders that are rebuilt and resumed after each of the stops."""
-    found: list[list[int]] = [[] for _ in range(STEPS)]
-    position, first = None, 1
-    for last in [*stops, STEPS]:
-        entries = []
-        for rank in range(num_ranks):
-            loader = batches(build_loader, position, rank, num_ranks)
-            with loader.prefetch(prefetch, first, STEPS):
-                for step in range(first, last + 1):
-                    for batch in loader.microbatches(step):
-                        found[step - 1] += batch.inputs["tokens"].flatten().tolist()
-            entries += loader._position
-        position, first = entries, last + 1
-    return found
+    """Returns the tokens of each step."""
+    layout = dict(size=GLOBAL_BATCH_SIZE, ranks=num_ranks, local=2, prefetch=prefetch)
+    found = read_steps(lambda: source(build_loader), stops, STEPS, **layout)
+    return [tokens.flatten().tolist() for tokens, _ in found]
 
 
 @pytest.mark.parametrize("build_loader", [shuffled, endless, nodes])

@@ -182,7 +182,6 @@ def test_a_blocked_read_does_not_delay_the_end(tmp_path: Path, monkeypatch: pyte
     reading.start()
     while source._pool is None:
         time.sleep(0.01)
-    started = time.monotonic()
     source._pool.terminate()
-    assert time.monotonic() - started < 10  # not the 60 s of the blocked read
+    assert reading.is_alive()  # it has not waited for the blocked read
     unblock.set()

@@ -130,6 +130,12 @@ def test_the_core_never_imports_a_tool() -> None:
     assert done.stdout == "[]\n[]\n"
 
 
+def test_what_runs_before_training_imports_no_torch() -> None:
+    names = "run.start run.launch tools.cli.main tools.cli.data tools.data.prepare tools.data.train_tokenizer tools.data.workers"
+    code = f"import sys, {', '.join(f'titanlike.{name}' for name in names.split())}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 

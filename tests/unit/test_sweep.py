@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from optuna.storages import JournalStorage
 
+from tests.launching import Cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.schema import describe
 from titanlike.run.preflight import check_recipe
-from titanlike.tools.cli import main as cli
 from titanlike.tools.sweep import scheduler
 from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
 from titanlike.tools.sweep.processes import RunProcess, run_command, slots, wait_for_lock
@@ -316,7 +316,7 @@ def test_a_sweep_whose_trials_all_fail_ends(tmp_path: Path, fast: None, monkeypa
 
 
 def test_the_command_fails_if_all_trials_failed(
-    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def start(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> FakeRun:
         return FakeRun(plan.run_path(number), Trial(number, settings, "running", None, {}, ""))
@@ -327,11 +327,10 @@ def test_the_command_fails_if_all_trials_failed(
     with monkeypatch.context() as patch:
         patch.setattr(FakeRun, "poll", lambda self: 1)
         for _ in range(2):  # it is complete the second time
-            assert command(monkeypatch, str(file)) == 2
-            output = capsys.readouterr()
+            output = cli("sweep", file, code=2)
             assert output.err.startswith(message) and "trial 1 failed: out of memory" in output.out
-    assert command(monkeypatch, str(file), "--table") == 0
-    assert command(monkeypatch, str(file), "--trials=3") == 0  # one has succeeded
+    cli("sweep", file, "--table")
+    cli("sweep", file, "--trials=3")  # one has succeeded
 
 
 def test_damaged_files_of_a_sweep_are_named(tmp_path: Path, fast: None) -> None:
@@ -429,26 +428,15 @@ sys.stdin.read()
     assert f"waiting for process {holder.pid}" in capsys.readouterr().out
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Runs the command in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["titanlike", "sweep", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path, cli: Cli) -> None:
     file = sweep_file(tmp_path)
-    assert command(monkeypatch, str(file), "--dry-run", "--trials=5") == 0
-    output = capsys.readouterr().out
+    output = cli("sweep", file, "--dry-run", "--trials=5").out
     assert "5 trials, 1 at a time, minimize validation_loss" in output
     assert "optimizer.lr: 0.001 to 0.1, logarithmic" in output and "--run.name=tiny-000" in output
     assert not (tmp_path / "runs").exists()
-    assert command(monkeypatch, str(file), "--trals=5") == 2
-    assert capsys.readouterr().err == "error: command line: trals = 5: unknown key; did you mean trials?\n"
-    assert command(monkeypatch, str(tmp_path)) == 2
-    assert "is not the directory of a sweep" in capsys.readouterr().err
+    message = "error: command line: trals = 5: unknown key; did you mean trials?\n"
+    assert cli("sweep", file, "--trals=5", code=2).err == message
+    assert "is not the directory of a sweep" in cli("sweep", tmp_path, code=2).err
 
 
 def test_checkpoints_of_two_sweeps_do_not_collide(tmp_path: Path) -> None:
