@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,9 @@ def test_an_override_with_a_thousand_parts_is_an_error(tmp_path: Path) -> None:
 def test_divisors() -> None:
     for number in range(1, 200):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    start = time.process_time()
+    assert divisors(999_999_937) == [1, 999_999_937]
+    assert time.process_time() - start < 2.0  # CPU seconds: not one attempt for each smaller number
 
 
 def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
