@@ -35,7 +35,7 @@ RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors
 PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider --deselect=tests/unit/test_structure.py"
 FIRST_SECONDS = 30  # of the tests that an error meets alone
 STATES = ("found", "not found", "equivalent")
-TIMEOUTS = ("3000", "600")  # seconds of all tests and of some; an error may make a test wait forever
+TIMEOUTS = ("3000", "240")  # seconds of all tests and of some; an error may make a test wait forever
 
 PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
 Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or, Add Sub, Mult Div, Mod FloorDiv"""  # names and operators

@@ -3,6 +3,9 @@
 import math
 import random
 import statistics
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +74,19 @@ def test_statistics_of_an_update() -> None:
             "layers/grad_norm/bias": math.sqrt(2), "layers/weight_norm/bias": 0.0, "layers/update_ratio/bias": 0.0,
         }
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_matmul_of_a_gpu_is_that_of_the_call_before() -> None:
+    """The host does not wait for one that has not finished."""
+    ranks = RankStatistics(torch.device("cpu"))
+    calls: list[str] = []
+    events: Any = (SimpleNamespace(record=partial(calls.append, name)) for name in ("begin", "end"))
+    ranks._events = [begin, end] = list(events)
+    begin.elapsed_time, end.query = lambda other: 500.0 * calls.count("end"), lambda: calls.count("end") != 2
+    found = [ranks.gather(0.25, [7.0])[0, 1:].tolist() for _ in range(4)]
+    assert found == [[0.25, seconds, 7.0] for seconds in (0.0, 0.5, 0.5, 1.5)]
+    assert calls == ["begin", "end"] * 4
 
 
 def test_a_slow_rank_is_named_once() -> None:

@@ -161,6 +161,20 @@ def test_a_loss_spike_is_recorded_and_warned_of_once(tmp_path: Path, capsys: pyt
     assert "warning: step 21: loss spike: 9.0000 is " in output and output.count("loss spike") == 1
 
 
+def test_warnings_of_ranks_are_printed_and_their_statistics_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks: Any = SimpleNamespace(
+        gather=lambda wait, others: torch.tensor([[1.0, wait, 2.0, *others]] * 2),
+        summarize=lambda rows: ({"slowest_rank": len(rows)}, "rank 1 is slow"),
+    )
+    with build_monitor(tmp_path, section=Metrics(interval=1, trackers=())) as monitor:
+        monitor._ranks = ranks
+        step(monitor, 1)
+    assert [record["slowest_rank"] for record in records(tmp_path)] == [2]
+    assert "warning: rank 1 is slow" in capsys.readouterr().out
+
+
 def test_what_a_model_counts_is_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     counter = SimpleNamespace(measure=lambda: calls.append("measure") or {}, reset=lambda: calls.append("reset"))

@@ -5,17 +5,21 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
-from tests.unit.datasets import open_stream, write
+from tests.unit.datasets import BYTES, open_stream, write
 from titanlike.config import UserError
+from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import stream
+from titanlike.data.batches.sources import open_sources
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.tokenizer import build_tokenizer
 
 END = 256
 
@@ -172,6 +176,25 @@ def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
     memory.rm("/remote/2.jsonl")
     with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: no longer exists"):
         open_stream([files], seq_len=64).read(1, range(8))
+
+
+def test_the_fingerprint_is_of_files_tokenizer_and_fields(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2])
+
+    def fingerprint(pattern: str, tokenizer: Any = BYTES, **fields: str) -> str:
+        section = Data(source="stream", path=f"{tmp_path}/{pattern}", **fields)
+        sources = open_sources(section, tokenizer, seq_len=16, global_batch_size=4, seed=0, validate=False)
+        return sources.training.fingerprint
+
+    first = fingerprint("part*")
+    assert fingerprint("*.jsonl") == first  # the same files
+    others = (
+        fingerprint("part00.jsonl"),
+        fingerprint("part*", build_tokenizer(Tokenizer(special="bos", bos="<|endoftext|>"))),
+        fingerprint("part*", text_field="other"),
+        fingerprint("part*", prompt_field="other"),
+    )
+    assert len({first, *others}) == 5
 
 
 def test_a_blocked_read_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_each_record_is_a_document_with_its_fields_as_text(tmp_path: Path, name:
     ]
     assert list(read_records(found, lambda record: record)) == ROWS
     sizes = [document.size for document in read_documents(found, Fields())]
-    assert 0 <= sum(sizes) <= 2 * found.size
+    assert (0 if name.endswith(".gz") else 50) <= sum(sizes) <= 2 * found.size
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.arrow"])
