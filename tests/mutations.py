@@ -61,14 +61,10 @@ def changes(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, ast.AST]]:
     if is_condition and isinstance(node, ast.Name | ast.Attribute | ast.Call):
         yield "negation", ast.UnaryOp(ast.Not(), node)
     match node:
-        case ast.Constant(value=bool(value)):
-            yield "constant", ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            yield "constant", ast.Constant(value + 1)
-        case ast.Name(id=name) if name in OTHER:
-            yield "name", changed(id=OTHER[name])
-        case ast.Attribute(attr=name) if name in OTHER:
-            yield "name", changed(attr=OTHER[name])
+            yield "constant", ast.Constant(not value if isinstance(value, bool) else value + 1)
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in OTHER:
+            yield "name", changed(**{"id" if isinstance(node, ast.Name) else "attr": OTHER[name]})
         case ast.UnaryOp(op=ast.Not()):
             yield "negation", node.operand
         case ast.Compare(ops=[operator]):
