@@ -165,15 +165,6 @@ def test_the_published_config_of_qwen3_is_that_of_its_size() -> None:
     assert (found.size, found.label()) == ("0.6B", "qwen3 0.6B")
     assert Qwen3Config.from_hugging_face(found.to_hugging_face()) == found
     assert Qwen3Config.from_hugging_face(QWEN3 | {"max_position_embeddings": 32768}).max_seq_len == 32768
-    for change, message in (
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; only False is"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "the RoPE type 'yarn' is not supported; only 'default' is",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Qwen3Config.from_hugging_face(QWEN3 | change)
 
 
 QWEN2 = {  # what the published config.json of Qwen2.5 0.5B has, in the form of transformers 4
@@ -189,17 +180,7 @@ def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
     found = Qwen2Config.from_hugging_face(QWEN2)
     assert (found.size, found.label()) == ("2.5-0.5B", "qwen2 2.5-0.5B")
     assert Qwen2Config.from_hugging_face(found.to_hugging_face()) == found
-    assert "attention_bias" not in found.to_hugging_face()
     assert Qwen2Config.from_hugging_face(QWEN2 | {"max_position_embeddings": 131072}).max_seq_len == 131072
-    for change, message in (
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; only False is"),
-        ({"use_mrope": True}, "use_mrope = True is not supported; only False is"),
-        ({"head_dim": 128}, "head_dim = 128 is not supported; only 64 is"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Qwen2Config.from_hugging_face(QWEN2 | change)
-    with pytest.raises(ValueError, match="attention_bias = True is not supported; only False is"):
-        Qwen3Config.from_hugging_face(QWEN3 | {"attention_bias": True})
 
 
 QWEN3_MOE = {  # what the published config.json of Qwen3 30B-A3B has, in the form of transformers 4
@@ -231,21 +212,12 @@ def test_the_published_configs_of_models_with_experts_are_those_of_their_sizes()
         # An export also has the ids of special tokens, which depend on the tokenizer.
         unused = {"bos_token_id", "eos_token_id", "max_window_layers"}
         assert {key for key, value in values.items() if (key, written.get(key)) != (key, value)} <= unused
-        with pytest.raises(ValueError, match="sliding_window = 4096 is not supported; only None is"):
-            kind.from_hugging_face(values | {"sliding_window": 4096})
-    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))} = .* is not supported"):
-            Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | change)
     assert not Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"norm_topk_prob": False}).normalize_router
     options = dict(num_shared_experts=1, router_score="sigmoid", router_scale=2.5, balance_bias_rate=0.001)
     for name, value in options.items():
         message = f"model.{name} = {value!r} has no equivalent in Qwen3MoeForCausalLM; it cannot be exported"
         with pytest.raises(UserError, match=re.escape(message)):
             Qwen3MoeConfig(**{name: value}).to_hugging_face()
-    with pytest.raises(ValueError, match=r"^tie_word_embeddings = True is not supported; only False is"):
-        MixtralConfig.from_hugging_face(MIXTRAL | {"tie_word_embeddings": True})
-    with pytest.raises(ValueError, match=r"^rms_norm_eps = 0.1 is not supported; only 1e-06 is"):
-        Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"rms_norm_eps": 0.1})
 
 
 # Shards of a stack of 5 or more experts, whose matrices have 40 rows and columns or more.
@@ -336,20 +308,6 @@ def test_the_published_configs_of_gemma_are_those_of_their_sizes() -> None:
         assert kind.from_hugging_face(found.to_hugging_face()) == found
     scaled = Gemma3Config.from_hugging_face(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert (scaled.rope_scaling, scaled.rope_theta) == (8.0, 1e6)
-    kinds = ["full_attention", *["sliding_attention"] * 25]
-    for change, message in (
-        ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported; only 'gelu_pytorch_tanh' is"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported; only False is"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported; only None is"),
-        ({"rope_local_base_freq": 1e6}, "rope_local_base_freq = 1000000.0 is not supported; only 10000.0 is"),
-        ({"layer_types": kinds}, "has no fixed pattern, which is not supported"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "'yarn' is not supported; only 'default' and 'linear'",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Gemma3Config.from_hugging_face(GEMMA3 | change)
 
 
 @pytest.mark.parametrize("kind", [Gemma2Config, Gemma3Config])
