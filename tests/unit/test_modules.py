@@ -64,6 +64,7 @@ def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:
         stages = [_stage_module(model, stage, [1, len(blocks(model)) - 2, 1]) for stage in range(3)]
         names = {*dict(model.named_parameters()), "output.weight"}  # also of a tied head, which the last stage copies
         assert Counter(name for stage in stages for name, _ in stage.named_parameters()) == Counter(names), kind
+        assert [getattr(stage, "output", None) is None for stage in stages] == [True, True, False], kind
 
 
 class Shifted(nn.Module):
