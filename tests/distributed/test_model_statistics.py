@@ -19,10 +19,12 @@ from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
 from titanlike.config.sections import Metrics, Parallelism
 from titanlike.metrics import Monitor, machine_records
+from titanlike.metrics import model_statistics as statistics
 from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.experts import routers
 from titanlike.models.loss import IGNORE
+from titanlike.models.loss_terms import LossTerms
 
 Z_LOSS = 0.01
 TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")
@@ -166,6 +168,15 @@ def test_statistics_equal_plain_loops(ranks: Ranks, tmp_path: Path, checkpointed
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
     assert 1 < found["experts/max_load"] <= 8 and 0 < found["experts/entropy"] < 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_terms_are_summed_over_all_ranks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a stage without the loss, which has no sums."""
+    calls: list[Any] = []
+    monkeypatch.setattr(statistics, "all_reduce_sum", lambda sums, groups: calls.append((sums.dtype, groups)) or sums)
+    statistics.ModelStatistics(torch.nn.Identity(), torch.device("cpu"), LossTerms(["z_loss"]), 0).measure()
+    assert calls == [(torch.float64, [dist.group.WORLD])]
 
 
 def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_path: Path) -> None:

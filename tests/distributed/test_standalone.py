@@ -269,15 +269,20 @@ def _sizes() -> list[str]:
         (lambda: nn.Sequential(nn.Embedding(8, 4)), {"0": "sequence_parallel"}),
     ):
         errors.append(user_error(apply_tensor, build(), plan, mesh.tensor))
+    for options in (dict(replicated_io=False), dict(sequence_parallel=False)):
+        embedding = nn.Sequential(nn.Embedding(8, 4))
+        apply_tensor(embedding, {"0": "vocab_parallel"}, mesh.tensor, **options)
+        errors.append(user_error(embedding, torch.zeros(2, 15, dtype=torch.long)))
     return errors
 
 
 def test_sizes_that_ranks_do_not_divide_are_reported(ranks: Ranks) -> None:
-    for sequence, fsdp, size, embedding in ranks(2).run(_sizes):
+    for sequence, fsdp, size, embedding, ids, not_split in ranks(2).run(_sizes):
         assert sequence == (
             "sequence parallelism over 2 ranks splits dimension 1 of an input of shape (2, 15, 32), which must be divisible by 2; "
             "pad the sequence, or pass sequence_parallel=False"
         )
+        assert ids == sequence.replace(", 32)", ")") and not not_split
         assert fsdp.endswith("is sharded already; apply tensor parallelism once, and before FSDP")
         assert size == (
             "0.weight (colwise): 2 tensor-parallel ranks do not divide dimension 0 of the shape (9, 8); use another number of "

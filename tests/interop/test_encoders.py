@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interop.models import ENCODERS, T5, assert_equal_weights, changed_tensors, export_model, model_of
+from tests.interop.models import CONFIGS, ENCODERS, T5, assert_equal_weights, changed_tensors, export_model, model_of
 from tests.interop.reference import num_parameters
 from titanlike.config import UserError
 from titanlike.interop.weights import open_weights
@@ -71,6 +71,14 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "change", "problem"),
     [
+        # The first three are keys that an export does not have, or has as an empty list.
+        (CONFIGS["Qwen2"], {"use_mrope": True}, "use_mrope = True is not supported; only False is"),
+        (CONFIGS["Qwen3-MoE"], {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+        (
+            CONFIGS["Gemma 3"],
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not supported",
+        ),
         (MODERNBERT, {"norm_bias": True}, "norm_bias = True is not supported; only False is"),
         (MODERNBERT, {"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
         (

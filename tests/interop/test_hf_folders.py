@@ -162,7 +162,6 @@ def test_the_published_config_of_qwen3_is_that_of_its_size() -> None:
     found = Qwen3Config.from_hugging_face(QWEN3)
     assert (found.size, found.label()) == ("0.6B", "qwen3 0.6B")
     assert Qwen3Config.from_hugging_face(found.to_hugging_face()) == found
-    assert Qwen3Config.from_hugging_face(QWEN3 | {"max_position_embeddings": 32768}).max_seq_len == 32768
 
 
 QWEN2 = {  # what the published config.json of Qwen2.5 0.5B has, in the form of transformers 4
@@ -178,10 +177,6 @@ def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
     found = Qwen2Config.from_hugging_face(QWEN2)
     assert (found.size, found.label()) == ("2.5-0.5B", "qwen2 2.5-0.5B")
     assert Qwen2Config.from_hugging_face(found.to_hugging_face()) == found
-    assert "attention_bias" not in found.to_hugging_face()
-    assert Qwen2Config.from_hugging_face(QWEN2 | {"max_position_embeddings": 131072}).max_seq_len == 131072
-    with pytest.raises(ValueError, match="use_mrope = True is not supported; only False is"):
-        Qwen2Config.from_hugging_face(QWEN2 | {"use_mrope": True})
 
 
 QWEN3_MOE = {  # what the published config.json of Qwen3 30B-A3B has, in the form of transformers 4
@@ -213,7 +208,6 @@ def test_the_published_configs_of_models_with_experts_are_those_of_their_sizes()
         # An export also has the ids of special tokens, which depend on the tokenizer.
         unused = {"bos_token_id", "eos_token_id", "max_window_layers"}
         assert {key for key, value in values.items() if (key, written.get(key)) != (key, value)} <= unused
-    assert not Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"norm_topk_prob": False}).normalize_router
     options = dict(num_shared_experts=1, router_score="sigmoid", router_scale=2.5, balance_bias_rate=0.001)
     for name, value in options.items():
         message = f"model.{name} = {value!r} has no equivalent in Qwen3MoeForCausalLM; it cannot be exported"
@@ -307,19 +301,6 @@ def test_the_published_configs_of_gemma_are_those_of_their_sizes() -> None:
         found = kind.from_hugging_face(values)
         assert found == kind(**{"size": size, **kind.sizes[size]})
         assert kind.from_hugging_face(found.to_hugging_face()) == found
-    scaled = Gemma3Config.from_hugging_face(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert (scaled.rope_scaling, scaled.rope_theta) == (8.0, 1e6)
-    kinds = ["full_attention", *["sliding_attention"] * 25]
-    for change, message in (
-        ({"rope_local_base_freq": 1e6}, "rope_local_base_freq = 1000000.0 is not supported; only 10000.0 is"),
-        ({"layer_types": kinds}, "has no fixed pattern, which is not supported"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "'yarn' is not supported; only 'default' and 'linear'",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Gemma3Config.from_hugging_face(GEMMA3 | change)
 
 
 @pytest.mark.parametrize("kind", [Gemma2Config, Gemma3Config])
@@ -387,6 +368,7 @@ def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(
 def test_an_export_appears_whole_or_not_at_all(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
 ) -> None:
+    (tmp_path / "whole.partial/hf").mkdir(parents=True)  # of an export that was killed
     export(open_weights(folder), tmp_path / "whole")
     disk.assert_published(tmp_path / "whole")
     shutil.rmtree(tmp_path / "whole")

@@ -214,6 +214,12 @@ def test_each_key_of_a_config_is_read_or_refused_or_has_no_effect(tmp_path: Path
     assert not {name: left for name, keys in ignored.items() if (left := keys - OF_ALL - WITHOUT_EFFECT[name])}
 
 
+def test_exported_configs_have_these_keys() -> None:
+    """Also those for which transformers has the same default."""
+    found = {name: config.to_hugging_face() for name, config in (CONFIGS | ENCODERS | {"T5": T5}).items()}
+    assert json.loads((Path(__file__).parent / "exported_configs.json").read_text()) == found
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64
 }  # fmt: skip

@@ -43,6 +43,12 @@ def test_every_private_name_is_probed_or_optional(module: Any) -> None:
     assert read - optional - {"_timeout", "_scaled_dot_product_flash_attention"} <= probed
 
 
+def test_buffers_are_not_donated_to_a_backward_pass_that_runs_twice() -> None:
+    with torch._functorch.config.patch(donated_buffer=True):
+        compat.disable_donated_buffers()
+        assert not torch._functorch.config.donated_buffer
+
+
 class Stage:
     """Detaches its outputs after the first of two backward passes, as torch's pipeline stages do."""
 

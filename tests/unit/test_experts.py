@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import flex_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tests.training import Operations
@@ -26,6 +27,7 @@ from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms import activation_checkpoint
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.parallelisms.recomputation import keep_for_recomputation, keeping_contexts
 from titanlike.utils import compat
@@ -393,6 +395,20 @@ def test_a_value_is_kept_for_each_recomputation() -> None:
     found = results(partial(checkpoint, forward, use_reentrant=False, context_fn=keeping_contexts))
     torch.testing.assert_close(found, expected)
     assert computed == [0, 1, 2, 3, 4, 5] and not torch.equal(found[0], found[1])
+
+
+@pytest.mark.usefixtures("alone")
+def test_experts_that_exchange_tokens_are_recomputed_by_themselves() -> None:
+    with torch.device("meta"):
+        model = build_model(config_of())
+    apply_expert(model, init_device_mesh("cpu", (1,)))
+    apply_activation_checkpoint(blocks(model), mode="selective", preserve_rng_state=False)
+    modules = blocks(model)["0"].named_modules()
+    found = {name: module.forward.keywords for name, module in modules if isinstance(module.forward, partial)}
+    experts = found.pop("feed_forward.experts")["context_fn"]
+    assert experts.func is keeping_contexts and experts.args[0].keywords == {"first": 2}
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _selective_contexts}
+    assert found == dict.fromkeys(("attention_norm", "attention", "ffn_norm", "feed_forward.router"), options)
 
 
 def test_selective_checkpointing_keeps_what_the_host_reads() -> None:

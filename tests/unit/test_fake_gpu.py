@@ -1,6 +1,8 @@
 """What runs on a GPU, seen without one: fake tensors take its branches. `tests/gpu` has their numerics."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,19 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 
+from tests.interop.models import CONFIGS, ENCODERS, T5
 from tests.training import Operations
+from titanlike.config.distill import Distillation
+from titanlike.inference.logits import recomputed_logits
+from titanlike.metrics.model_statistics import ModelStatistics
 from titanlike.models import loss
-from titanlike.models.bert_config import BertConfig
+from titanlike.models.distillation_loss import TeacherLogits, distillation_loss
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import _Float32Linear
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.modernbert_config import ModernBertConfig
+from titanlike.models.loss_terms import LossTerms
 from titanlike.models.registry import build_model
-from titanlike.models.t5_config import T5Config
+from titanlike.models.top_k_loss import top_k_of
+from titanlike.optim.low_precision_adamw import _block_scales, _random_bits
 from titanlike.optim.muon import Muon
-from titanlike.parallelisms.context import prefix_attention
+from titanlike.parallelisms.context import ContextParallelMask, prefix_attention
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -49,19 +55,58 @@ def test_products_in_bfloat16_are_summed_in_float32_by_one_kernel(name: str) -> 
     assert {operator: operations.counts[operator] for operator in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "kind", [LlamaConfig, GPTConfig, BertConfig, ModernBertConfig, T5Config], ids=lambda kind: kind.name
-)
-def test_documents_have_block_masks_unless_dense_ones_are_asked_for(kind: Any) -> None:
-    with torch.device("meta"):
-        masks: list[Any] = [module for module in build_model(kind()).modules() if isinstance(module, DocumentMask)]
-    is_flex = kind is not T5Config  # which adds biases to its masks
+def distilled() -> Any:
+    """Returns the losses of the predictions of a teacher, and of its likeliest ones."""
+    x, weight, labels = tensor(2, 8, 4), tensor(16, 4), tensor(2, 8, dtype=torch.long)
+    teacher, section = TeacherLogits(x, weight, 5.0), Distillation(label_weight=0.5)
+    top = top_k_of(teacher, 3, 2.0, 4, None)
+    return [distillation_loss(section, x, weight, labels, each, chunk=4, soft_cap=5.0) for each in (teacher, top)]
+
+
+ONE: Any = SimpleNamespace(size=lambda: 1)
+ALONE: Any = SimpleNamespace(tensor=ONE, context=ONE, vocab_group=None)
+CUDA = torch.device("cuda")
+# What makes tensors beside those that it gets.
+MADE: dict[str, Callable[[], Any]] = {
+    "distillation": distilled,
+    "losses of tokens": lambda: loss.chunked_linear_cross_entropy(
+        tensor(2, 8, 4), tensor(16, 4), tensor(2, 8, dtype=torch.long), chunk=4, reduction="none"
+    ),
+    "a stage without the loss": lambda: ModelStatistics(nn.Identity(), CUDA, LossTerms(["z_loss"]), 0).measure(),
+    "context parallelism": lambda: ContextParallelMask(ONE, window=4, flex=False)(tensor(2, 8, dtype=torch.long)),
+    "next logits": lambda: recomputed_logits(lambda tokens, **_: tokens[..., None], ALONE, 8, CUDA)([[1, 2], [3]]),  # type: ignore[arg-type]
+    "moments in 8 bits": lambda: _block_scales(tensor(4, 512)),
+    "random bits": lambda: _random_bits(tensor(4, 8), 0, 0, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_are_made_on_the_device_of_the_others(name: str) -> None:
     with FakeTensorMode():
-        ids = torch.zeros(1, 256, device="cuda", dtype=torch.long)
-        assert {isinstance(mask(ids, ids), BlockMask) for mask in masks} == {is_flex}
-        for mask in masks:
+        assert {each.device.type for each in tree_leaves(MADE[name]())} == {"cuda"}
+
+
+MODELS: dict[str, Any] = {"T5": T5} | CONFIGS | ENCODERS
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama 3.1", "Gemma 3", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", "GPT-2", "BERT", "ModernBERT", "T5"]
+)
+def test_a_model_makes_tensors_on_the_device_of_its_input(name: str) -> None:
+    config: Any = MODELS[name]
+    config = replace(config, **{option: 0.1 for option in ("dropout", "balance_loss") if config.has_field(option)})
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model: Any = build_model(config)
+            ids, bits = torch.zeros(2, 64, dtype=torch.long), {"dropout_bits": torch.zeros(2, 64, dtype=torch.long)}
+        for mask in (module for module in model.modules() if isinstance(module, DocumentMask)):
+            assert isinstance(mask(ids, ids), BlockMask) != config.is_encoder_decoder  # which adds biases to its masks
             mask.use_dense_masks()
-        assert not any(isinstance(mask(ids, ids), BlockMask) for mask in masks)
+            assert not isinstance(mask(ids, ids), BlockMask)
+        decoder = {"decoder_tokens": ids} if config.is_encoder_decoder else {}
+        documents = {f"{one.removesuffix('tokens')}document_ids": ids for one in ("tokens", *decoder)}
+        for options in ({}, documents, bits if config.has_field("dropout") else {}):
+            assert model(tokens=ids, labels=ids, **decoder, **options).device.type == "cuda"
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,11 @@ def test_operations_of_fsdp_and_of_initialization_keep_the_wrapper() -> None:
         shard.as_strided((2, 2), (2, 1)), shard.to(torch.bfloat16), *shard.split(9), shard.clone(),
     ]  # fmt: skip
     assert all(isinstance(each, Float8Shard) and each.weight_scale is shard.weight_scale for each in kept)
+    stored = torch.empty(8, 4, dtype=torch.bfloat16, device="meta").t()[1:].requires_grad_()
+    wrapper = Float8Shard(stored, shard.weight_scale)
+    for name in ("shape", "dtype", "device", "requires_grad"):
+        assert getattr(wrapper, name) == getattr(stored, name), name
+    assert (wrapper.stride(), wrapper.storage_offset()) == (stored.stride(), stored.storage_offset())
     assert type(shard + 1.0) is Tensor
 
 

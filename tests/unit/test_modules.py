@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from titanlike.config import UserError
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import apply_float8
+from titanlike.models.configs import all_configs
 from titanlike.models.init import initialize
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision, cast_parameters
+from titanlike.parallelisms.pipeline import _stage_module
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
 FLOAT8 = Float8(scaling="tensorwise", layers=("*",), emulate=True)
@@ -52,6 +55,16 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
     found, expected = model(tokens), reference(tokens)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:
+    for kind in (kind for kind in all_configs() if not kind.is_encoder_decoder):
+        with torch.device("meta"):
+            model = build_model(kind())
+        stages = [_stage_module(model, stage, [1, len(blocks(model)) - 2, 1]) for stage in range(3)]
+        names = {*dict(model.named_parameters()), "output.weight"}  # also of a tied head, which the last stage copies
+        assert Counter(name for stage in stages for name, _ in stage.named_parameters()) == Counter(names), kind
+        assert [getattr(stage, "output", None) is None for stage in stages] == [True, True, False], kind
 
 
 class Shifted(nn.Module):

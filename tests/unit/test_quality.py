@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.inference.tasks import evaluator_of
 from tests.unit.preparing import BYTES, content, read_split
 from titanlike.config import UserError
+from titanlike.config.sections import Evaluation
 from titanlike.data.documents import readers
 from titanlike.data.documents.readers import BadRecord, Fields
 from titanlike.data.tokens import work_units
@@ -357,7 +359,7 @@ def test_everything_removed_is_an_error(planted: Planted, tmp_path: Path) -> Non
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_test_split(planted: Planted, tmp_path: Path) -> None:
+def test_test_split(planted: Planted, tmp_path: Path, alone: None) -> None:
     prepare(planted.inputs, tmp_path / "two", BYTES, validation_share=0.2, workers=0)
     prepare(planted.inputs, tmp_path / "three", BYTES, validation_share=0.2, test_share=0.3, workers=0)
     two, three = ({name: texts_of(tmp_path / out, name) for name in names} for out, names in (
@@ -365,6 +367,8 @@ def test_test_split(planted: Planted, tmp_path: Path) -> None:
     ))  # fmt: skip
     assert three[VALIDATION] == two[VALIDATION]
     assert sorted(three[TRAIN] + three[TEST]) == sorted(two[TRAIN])
+    evaluated = evaluator_of(Evaluation(data=(f"{tmp_path}/three",))).texts
+    assert evaluated["three"].num_documents == len(three[TEST]) != len(three[VALIDATION])
     assert 0.15 < len(three[TEST]) / 175 < 0.45
     sets = [set(texts) for texts in three.values()]
     assert not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])

@@ -48,7 +48,6 @@ class Float8Shard(torch.Tensor):
             strides=tensor.stride(),
             storage_offset=tensor.storage_offset(),
             dtype=tensor.dtype,
-            layout=tensor.layout,
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
