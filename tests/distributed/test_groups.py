@@ -6,6 +6,8 @@ import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +20,14 @@ from tests.forkserver import ROOT
 from tests.launching import free_port
 from tests.pool import Ranks, user_error
 from tests.training import mesh_of
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import DIMENSIONS
+from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.distributed import collectives, environment, process_group
+from titanlike.distributed.end_of_job import SEEN, announce_end
 from titanlike.distributed.environment import RankInfo
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.run.spares import without_spares
 from titanlike.tools.planning.torch_internals import fake_process_group
 
 
@@ -172,12 +178,44 @@ def test_nccl_connects_at_start_and_is_aborted_after_a_failure(monkeypatch: pyte
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(("destroy", None)))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append(("abort", None)))
-    with process_group.session("cuda"):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: calls.append(("deterministic", mode)))
+    monkeypatch.setattr(os, "environ", {})
+    with process_group.session("cuda", deterministic=True):
         pass
+    assert os.environ == {
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0", "TORCH_FR_BUFFER_SIZE": "2000",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
     with pytest.raises(ZeroDivisionError), process_group.session("cuda"):
         raise ZeroDivisionError
     started = ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
-    assert calls == [started, ("destroy", None), started, ("abort", None)]
+    assert calls == [started, ("deterministic", True), ("destroy", None), started, ("abort", None)]
+
+
+def test_processes_that_the_recipe_cannot_use_wait_for_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an elastic job with three nodes of two processes, of a recipe for four processes."""
+    store, recipe = dist.HashStore(), PretrainRecipe(parallelism=Parallelism(shard=4))
+    monkeypatch.setattr(dist, "rendezvous", lambda _, timeout: iter([(store, 0, 1)] if timeout.seconds == 120 else []))
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv(environment.SPARES, "0")
+    ranks = [RankInfo(rank, 6, rank % 2, 2, started_by_launcher=True, is_elastic=True) for rank in range(6)]
+    assert without_spares(recipe, ranks[3]) == replace(ranks[3], world_size=4)
+    assert (os.environ["WORLD_SIZE"], environment.num_spares()) == ("4", 2)
+    assert without_spares(replace(recipe, parallelism=Parallelism(shard=5)), ranks[5]) == ranks[5]
+    assert without_spares(recipe, RankInfo(is_elastic=True)) == RankInfo(is_elastic=True)
+    with pytest.raises(UserError, match=r"^checkpoint\.resume_from = 2, but a job whose number of nodes may change"):
+        without_spares(replace(recipe, checkpoint=Checkpoint(resume_from=2)), ranks[0])
+    with ThreadPoolExecutor() as threads:
+        spares = [threads.submit(without_spares, recipe, rank) for rank in ranks[4:]]
+        announce_end(store)  # waits for them
+        assert store.add(SEEN, 0) == 2
+    assert [getattr(each.exception(), "code", None) for each in spares] == [0, 0]
+    monkeypatch.setattr(dist, "rendezvous", mock.Mock(side_effect=dist.DistNetworkError))
+    with pytest.raises(SystemExit, match="143"):
+        without_spares(recipe, ranks[5])
+    assert capsys.readouterr().out == "spare   the recipe can use 2 of the 3 nodes; this one waits\n"  # once a node
 
 
 OF_TORCH = {"store": "rendezvous", "rank": 2, "world_size": 5}

@@ -20,11 +20,10 @@ from titanlike.config import UserError
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.file_lock import FileLock, LockHeld
 
-pytestmark = pytest.mark.slow  # real jobs, in sequence
-
 LONG = SMALL | {"training.steps": "100000", "run.name": "r"}
 
 
+@pytest.mark.slow
 def test_second_job_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     options = SMALL | {"training.steps": "200", "run.name": "r"}
     first = start(tmp_path, **options)
@@ -46,6 +45,7 @@ def test_second_job_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     assert (tmp_path / "runs/r/lock").read_text() == ""
 
 
+@pytest.mark.slow
 def test_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     killed = start(tmp_path, **LONG)
     wait_for(tmp_path / "runs/r/metrics.jsonl")
@@ -117,6 +117,7 @@ def acquire_within(seconds: float, path: Path) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_surviving_children_do_not_hold_the_lock(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen([sys.executable, "-c", START_CHILDREN], cwd=tmp_path, env=env, start_new_session=True)

@@ -16,8 +16,6 @@ from tests.launching import ROOT, SMALL, descendants, environment, free_port, lo
 from titanlike.distributed.process_group import PEER_ENDED
 from titanlike.distributed.torchrun import _first_failure
 
-pytestmark = pytest.mark.slow  # real jobs, in sequence
-
 # A program that writes a file at each start and then runs the code of the test. It does not train.
 PROGRAM = """
 import os, signal, sys, time
@@ -55,6 +53,7 @@ def workers(launcher: int) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.every), 2])
+@pytest.mark.slow
 def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
     variables = {"NPROC": str(processes)}
     options = SMALL | {"training.steps": "50", "checkpoint.interval": "25", "training.seq_len": "128"}
@@ -106,6 +105,7 @@ def test_only_a_lost_connection_of_gloo_is_taken_for_one() -> None:
         assert PEER_ENDED.search(other) is None
 
 
+@pytest.mark.slow
 def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     write_program(tmp_path, "sys.exit(7)")
     done = run(tmp_path, "own.toml", variables={"MAX_RESTARTS": "1"})
@@ -130,6 +130,7 @@ def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     ],
     ids=["user error", "signal"],
 )
+@pytest.mark.slow
 def test_user_errors_and_signals_cause_no_restart(tmp_path: Path, program: str, code: int, lines: list[str]) -> None:
     write_program(tmp_path, program)
     done = run(tmp_path, "own.toml", variables={"MAX_RESTARTS": "3"})
@@ -138,6 +139,7 @@ def test_user_errors_and_signals_cause_no_restart(tmp_path: Path, program: str, 
     assert len(starts(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_missing_rank_is_reported_once(tmp_path: Path) -> None:
     write_program(tmp_path, "print('error: rank 1 is missing', file=sys.stderr); sys.exit(3)")
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **{"training.steps": "1", "schedule.warmup_steps": "0"})
@@ -146,6 +148,7 @@ def test_missing_rank_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.slow
 def test_signal_to_the_launcher_reaches_the_processes_and_sets_its_exit_code(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -160,6 +163,7 @@ def test_signal_to_the_launcher_reaches_the_processes_and_sets_its_exit_code(
     assert len(starts(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_exceed_the_shutdown_timeout_are_killed(tmp_path: Path) -> None:
     write_program(tmp_path, "time.sleep(600)", save_seconds=600)
     job = start(tmp_path, {"NPROC": "2"}, "own.toml", **{"run.shutdown_timeout": "1"})
@@ -174,6 +178,7 @@ def test_processes_that_exceed_the_shutdown_timeout_are_killed(tmp_path: Path) -
     assert "run.shutdown_timeout" in line
 
 
+@pytest.mark.slow
 def test_restarts_by_torchrun_require_a_run_name(tmp_path: Path) -> None:
     options = [f"--{key}={value}" for key, value in SMALL.items()]
     command = [

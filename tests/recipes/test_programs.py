@@ -36,7 +36,7 @@ from titanlike.data.batches import openers
 from titanlike.data.batches.dataloaders import build_dataloaders
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.distributed import process_group
+from titanlike.distributed import environment, process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
@@ -301,7 +301,7 @@ class Start:
             spies = {function: self.spied(function.__name__, function) for function in FUNCTIONS}
             _replace(spies)
             stack.callback(_replace, {spy: function for function, spy in spies.items()})
-            stack.enter_context(patch.dict(os.environ))
+            stack.enter_context(patch.dict(os.environ, {environment.BATCH_RECORD: "batches"}))
             output = stack.enter_context(redirect_stdout(io.StringIO()))
             stack.enter_context(redirect_stderr(output))
             try:
@@ -338,6 +338,7 @@ class Runs:
         self.evaluates = "evaluation.data" in PROGRAMS[program]
         (folder / "recipe.toml").write_text(f'recipe = "{program}"\n')
         (folder / "text.txt").write_text("some text " * 10)
+        (folder / "batches").mkdir()
         for name, answer in (("chats", {"completion": "two"}), ("pairs", {"chosen": "two", "rejected": "three"})):
             lines = [json.dumps({"prompt": f"What is {number}?"} | answer) for number in range(100)]
             (folder / f"{name}.jsonl").write_text("\n".join(lines))
@@ -562,6 +563,8 @@ def test_what_is_measured_and_saved(runs: Runs) -> None:
         for polled, recorded in zip(start["CheckpointManager.poll"], start["Monitor.record_saves"], strict=True):
             assert recorded.arguments["results"] is polled.result
         assert_called(start.one("CheckpointManager.wait"), last=True)
+    # What `titanlike verify` compares.
+    assert {path.stem for path in (runs.folder / "batches").iterdir()} == {"training", "validation"}
     assert not runs.initial["CheckpointManager.save"] and "weights not saved" in runs.initial.output
 
 

@@ -3,6 +3,7 @@
 import platform
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from titanlike.metrics.hardware import device_name, peak_memory_gib
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import machine_metadata
+from titanlike.utils import system
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug.toml"
 MPS = torch.device("mps")
@@ -72,12 +74,33 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
         process_group.select_device("mps", "run.device")
 
 
+def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake GPUs, which torch finds or does not find."""
+    chosen: list[object] = []
+    found = SimpleNamespace(is_available=lambda: True, device_count=lambda: 4, set_device=chosen.append)
+    monkeypatch.setattr(torch, "cuda", found)
+    monkeypatch.setattr(system, "num_gpus", lambda: 4)
+    monkeypatch.setattr(environment, "rank_info", lambda: RankInfo(6, 8, 2, local_world_size=4))
+    gpu, cpu = torch.device("cuda", 2), torch.device("cpu")
+    assert [process_group.select_device(name, "x") for name in ("auto", "cuda", "cpu")] == [gpu, gpu, cpu]
+    assert chosen == [gpu, gpu]
+    found.device_count = lambda: 3
+    with pytest.raises(UserError, match=r"^4 processes on this machine, but 3 GPU\(s\): each process needs one"):
+        process_group.select_device("auto", "x")
+    found.is_available = lambda: False
+    for name, message in (("auto", r"has 4 GPU\(s\) that"), ("cuda", "x = 'cuda', but torch finds no GPU")):
+        with pytest.raises(UserError, match=message):
+            process_group.select_device(name, "x")
+    assert process_group.select_device("cpu", "x") == cpu
+
+
 def test_what_depends_on_the_device(alone: None) -> None:
     assert collectives.sum_dtype(MPS) == torch.float32
     assert collectives.sum_dtype(torch.device("cpu")) == torch.float64
     assert build_mesh("mps").fsdp.size() == 1
     assert device_name(MPS) == "mps" and peak_memory_gib(MPS) > 0
-    assert machine_metadata(MPS)["device"] == "mps"
+    found = machine_metadata(MPS)
+    assert found.keys() == {"device", "torch", "chip", "system"} and found["device"] == "mps"
 
 
 @pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no Apple GPU")

@@ -200,10 +200,18 @@ def test_held_out_pairs_and_those_of_a_mixture_have_their_own_numbers(tmp_path: 
 
 
 def test_the_synthetic_pairs_prefer_the_right_sum() -> None:
-    for pair in synthetic_pairs(100):
+    terms, answers, differences = set[int](), set[int](), set[int]()
+    for pair in synthetic_pairs():
         question, right = (message["content"] for message in pair.chosen.messages)
         first, second = (int(word.strip("?")) for word in question.split() if word.strip("?").isdigit())
-        assert int(right) == first + second != int(pair.rejected.messages[1]["content"])
+        wrong = int(pair.rejected.messages[1]["content"])
+        assert int(right) == first + second != wrong
+        terms, answers, differences = (
+            terms | {first, second},
+            answers | {wrong},
+            differences | {(wrong - int(right)) % 11},
+        )
+    assert (terms, answers, differences) == ({*range(6)}, {*range(11)}, {*range(1, 11)})
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
