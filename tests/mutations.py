@@ -169,7 +169,11 @@ class Copy:
 
     def _run(self, tests: list[str], *options: str) -> list[str]:
         command = ["timeout", "-s", "KILL", TIMEOUTS[bool(tests)], *PYTEST.split(), *options, *tests]
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        # A process that is killed must not leave half of a kernel to others.
+        environment = os.environ | {
+            "PYTHONPATH": str(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor",
+        }
         with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a process that is left would hold open
             code = subprocess.call(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output)
             output.seek(0)

@@ -151,7 +151,8 @@ def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, c
     job = Job(recipe, num_ranks)
     pool = ranks(num_ranks)
     found = pool.run(_peaks_of_a_step, recipe)
-    pool.close()  # torch's profiler corrupts the heap if it stops during a collective of gloo (tests/profiler_heap.py)
+    # If torch's profiler stops during a collective of gloo, a thread of gloo writes to memory that it has freed.
+    pool.close()
     for rank in range(job.layout.pipeline):
         # Both can miss that memory is freed: the profiler by threads of gloo, the tracker while torch keeps a Python object.
         # A pipeline stage receives while it computes, so that its peak depends on when messages arrive.

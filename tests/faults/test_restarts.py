@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, run, start, wait_for
-from titanlike.distributed.process_group import PEER_ENDED
-from titanlike.distributed.torchrun import _first_failure
+
+pytestmark = pytest.mark.slow  # real jobs, in sequence
 
 # A program that writes a file at each start and then runs the code of the test. It does not train.
 PROGRAM = """
@@ -53,7 +52,6 @@ def workers(launcher: int) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.every), 2])
-@pytest.mark.slow
 def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
     variables = {"NPROC": str(processes)}
     options = SMALL | {"training.steps": "50", "checkpoint.interval": "25", "training.seq_len": "128"}
@@ -78,34 +76,6 @@ def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: i
     assert "torch.distributed.elastic" not in errors
 
 
-def test_the_process_that_failed_first_is_named() -> None:
-    """Not one that the launcher has killed because it did not end, and not one that lost the connection to a killed one."""
-
-    def first(*ends: tuple[int, int]) -> int:
-        failures = {
-            rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="") for rank, (code, _) in enumerate(ends)
-        }
-        for failure, (_, seconds) in zip(failures.values(), ends, strict=True):
-            failure.timestamp = seconds
-        return _first_failure(failures)[0]
-
-    assert first((-9, 130), (1, 100), (-15, 101)) == 1
-    assert first((1, 100), (-9, 101), (-15, 101)) == 1
-    assert first((1, 100), (-9, 100), (2, 101)) == 2
-
-
-def test_only_a_lost_connection_of_gloo_is_taken_for_one() -> None:
-    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711. More"
-    found = PEER_ENDED.search(text)
-    assert found and found[1] == "Connection closed by peer [127.0.0.1]:4711"
-    for other in (
-        "Caught OSError in a worker: Connection reset by peer",
-        "remote process exited or there was a network error",
-    ):
-        assert PEER_ENDED.search(other) is None
-
-
-@pytest.mark.slow
 def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     write_program(tmp_path, "sys.exit(7)")
     done = run(tmp_path, "own.toml", variables={"MAX_RESTARTS": "1"})
@@ -122,33 +92,7 @@ def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     assert first not in starts(tmp_path)  # the next launch is another run
 
 
-@pytest.mark.parametrize(
-    ("program", "code", "lines"),
-    [
-        ("print('error: a mistake', file=sys.stderr); sys.exit(2)", 2, ["error: a mistake"]),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, []),
-    ],
-    ids=["user error", "signal"],
-)
-@pytest.mark.slow
-def test_user_errors_and_signals_cause_no_restart(tmp_path: Path, program: str, code: int, lines: list[str]) -> None:
-    write_program(tmp_path, program)
-    done = run(tmp_path, "own.toml", variables={"MAX_RESTARTS": "3"})
-    assert done.returncode == code
-    assert done.stderr.splitlines() == lines
-    assert len(starts(tmp_path)) == 1
-
-
-@pytest.mark.slow
-def test_missing_rank_is_reported_once(tmp_path: Path) -> None:
-    write_program(tmp_path, "print('error: rank 1 is missing', file=sys.stderr); sys.exit(3)")
-    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **{"training.steps": "1", "schedule.warmup_steps": "0"})
-    assert done.returncode == 3
-    assert set(done.stderr.splitlines()) == {"error: rank 1 is missing"}
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.slow
 def test_signal_to_the_launcher_reaches_the_processes_and_sets_its_exit_code(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -163,7 +107,6 @@ def test_signal_to_the_launcher_reaches_the_processes_and_sets_its_exit_code(
     assert len(starts(tmp_path)) == 1
 
 
-@pytest.mark.slow
 def test_processes_that_exceed_the_shutdown_timeout_are_killed(tmp_path: Path) -> None:
     write_program(tmp_path, "time.sleep(600)", save_seconds=600)
     job = start(tmp_path, {"NPROC": "2"}, "own.toml", **{"run.shutdown_timeout": "1"})
@@ -178,7 +121,6 @@ def test_processes_that_exceed_the_shutdown_timeout_are_killed(tmp_path: Path) -
     assert "run.shutdown_timeout" in line
 
 
-@pytest.mark.slow
 def test_restarts_by_torchrun_require_a_run_name(tmp_path: Path) -> None:
     options = [f"--{key}={value}" for key, value in SMALL.items()]
     command = [

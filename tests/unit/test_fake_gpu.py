@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.interop.models import CONFIGS, ENCODERS, T5
 from tests.training import Operations
+from tests.unit.datasets import batches, counting
+from titanlike.checkpoint import staging
 from titanlike.config.distill import Distillation
 from titanlike.inference.logits import recomputed_logits
 from titanlike.metrics.model_statistics import ModelStatistics
@@ -27,6 +30,7 @@ from titanlike.models.top_k_loss import top_k_of
 from titanlike.optim.low_precision_adamw import _block_scales, _random_bits
 from titanlike.optim.muon import Muon
 from titanlike.parallelisms.context import ContextParallelMask, prefix_attention
+from titanlike.utils.async_d2h import AsyncD2H
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -129,3 +133,71 @@ def test_muon_orthogonalizes_in_bfloat16_on_gpus(device: str, dtype: torch.dtype
         parameter = nn.Parameter(torch.empty(8, 8, device=device))
         parameter.grad = torch.empty_like(parameter)
         assert Muon([parameter], lr=0.1)._direction(parameter).dtype == dtype
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Records what is asked of a GPU, in order: its streams and events, copies, and host memory for them."""
+    calls = MagicMock()
+    calls.pin.return_value = calls.to.return_value = True
+    for name in ("Stream", "Event", "stream", "current_stream", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
+    monkeypatch.setattr(
+        Tensor, "copy_", lambda to, tensor, **how: calls.copy(to.device.type, tensor.device.type, **how)
+    )
+    for name, original in (("empty", torch.empty), ("empty_like", torch.empty_like)):
+        monkeypatch.setattr(
+            torch, name, lambda *a, pin_memory=False, of=original, **b: [pin_memory and calls.pin(), of(*a, **b)][1]
+        )
+    return calls
+
+
+def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
+    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, optimizer = staging.Stage(), MagicMock()
+    monkeypatch.setattr(staging, "_assign", lambda ranges, parts: ([*ranges], 0))
+    with FakeTensorMode():
+        for _ in range(2):
+            stage.copy([("weight", torch.zeros(8, device="cuda")), ("step", torch.zeros(1))], optimizer)
+    optimizer.register_step_pre_hook.assert_called_once()
+    optimizer.register_step_pre_hook.call_args.args[0]()
+    copies = [
+        call.current_stream(), call.Stream().wait_stream(gpu.current_stream()), call.stream(gpu.Stream()),
+        call.stream().__enter__(), call.copy("cpu", "cuda", non_blocking=True), call.copy("cpu", "cpu", non_blocking=True),
+        call.Event(), call.Event().record(), call.stream().__exit__(None, None, None),
+    ]  # fmt: skip
+    update = [call.current_stream(), call.current_stream().wait_event(gpu.Event())]
+    assert gpu.mock_calls[:-3] == [call.pin(), call.Stream(), *copies, *copies, *update]
+
+
+def test_the_host_waits_for_metrics_that_have_not_arrived(gpu: MagicMock) -> None:
+    with FakeTensorMode():
+        found = AsyncD2H(torch.zeros(2, device="cuda"), torch.zeros(1))
+    assert gpu.mock_calls == [
+        call.pin(),
+        call.copy("cpu", "cuda", non_blocking=True),
+        call.Event(),
+        call.Event().record(),
+    ]
+    assert not found.is_on_host
+    found.values = torch.ones(3)
+    for arrived, deferred in ((True, True), (False, True), (True, False)):
+        gpu.Event().query.return_value = arrived
+        assert found.is_complete == arrived and found.read(deferred=deferred) == [1.0] * 3
+        assert gpu.Event().synchronize.call_count == (not arrived or not deferred)
+        gpu.Event().synchronize.reset_mock()
+
+
+def test_batches_are_copied_from_pinned_memory_while_the_host_continues(
+    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, device = batches(counting(8)), torch.device("cuda", 3)
+    loader.device = device
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: gpu.pin() and tensor)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *to, **how: gpu.to(*to, **how) and tensor)
+    with loader.prefetch(1, 1, 1):
+        assert len(loader.microbatches(1)) == 4
+    assert gpu.mock_calls[0] == call.set_device(device)  # of the thread: a new one uses GPU 0
+    assert gpu.mock_calls[1:] == [call.pin()] * 3 + [call.to(device, non_blocking=True)] * 3

@@ -2,15 +2,20 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -250,6 +255,61 @@ def test_a_deleted_file_is_written_again_with_all_records(tmp_path: Path) -> Non
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": step, "loss": float(step)} for step in (1, 2, 3)
     ]
+
+
+LAYERS = {f"layers/{number}": 1.0 for number in range(1000)}
+RECIPE = {"optimizer": {"groups": "x" * 600}, "model": {f"size_{number}": number for number in range(100)}}
+
+
+def start_twice(tracker: str, package: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records a step in two starts of a run, with a package of mocks: `tests/services` has the real ones."""
+    monkeypatch.setitem(sys.modules, tracker, package)
+    folder.mkdir()
+    told = []
+    for _ in range(2):
+        started = services.start_tracker(tracker, RunInfo(folder, 1, "p", "", RECIPE))
+        started.log(7, {"loss": 2.0, "mfu": None, "sample": "x"} | LAYERS)
+        started.begin_close()
+        started.close(time.monotonic() + 60)
+        told += messages(started)
+        assert (started._abandon is services.abandon_wandb) == (tracker == "wandb")
+    return told
+
+
+def test_wandb_receives_the_records_of_all_starts_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, wandb = tmp_path / "a", MagicMock(**{"init.return_value.url": ""})
+    told = start_twice("wandb", wandb, folder, monkeypatch)
+    assert told == [f'W&B     offline; "wandb sync {folder}/wandb/offline-run-*" uploads it'] * 2
+    settings, identifier = wandb.Settings.return_value, wandb.init.call_args.kwargs["id"]
+    services.abandon_wandb()
+    assert len(identifier) == 8
+    assert wandb.mock_calls == [
+        call.Settings(console="off", silent=True, login_timeout=0.1), call.setup(settings),
+        call.init(project="p", id=identifier, name="a", resume="allow", dir=str(folder), config=RECIPE, settings=settings),
+        call.init().define_metric("step"), call.init().define_metric("*", step_metric="step"),
+        call.init().log({"step": 7, "train/loss": 2.0, "train/sample": "x"} | LAYERS), call.init().finish(),
+    ] * 2 + [call.teardown()]  # fmt: skip
+
+
+def test_mlflow_receives_the_records_of_all_starts_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow, values = MagicMock(**{"get_tracking_uri.return_value": "uri"}), lambda *values: values
+    mlflow.entities, client = SimpleNamespace(Param=values, Metric=values), mlflow.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = SimpleNamespace(experiment_id="e")
+    client.create_run.return_value.info.run_id = "r"
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    assert start_twice("mlflow", mlflow, tmp_path / "a", monkeypatch) == ["MLflow  run r at uri"] * 2
+    params = [("optimizer.groups", "x" * 500), *((f"model.size_{number}", str(number)) for number in range(100))]
+    metrics = [(name, value, 5000, 7) for name, value in ({"train/loss": 2.0} | LAYERS).items()]
+    logged = [
+        call.log_batch("r", metrics=metrics[:1000]), call.log_batch("r", metrics=metrics[1000:]),
+        call.log_text("r", "x", "train/sample/step-00000007.txt"), call.set_terminated("r"),
+    ]  # fmt: skip
+    assert client.mock_calls == [
+        call.get_experiment_by_name("p"), call.create_run("e", run_name="a"), call.log_batch("r", params=params[:100]),
+        call.log_batch("r", params=params[100:]), call.log_text("r", json.dumps(RECIPE, indent=1), "recipe.toml"),
+        *logged, call.update_run("r", status="RUNNING"), *logged,
+    ]  # fmt: skip
+    assert {logging.getLogger(name).level for name in ("mlflow", "alembic")} == {logging.WARNING}
 
 
 def scrape(port: int) -> dict[str, float]:
