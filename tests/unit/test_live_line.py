@@ -93,6 +93,15 @@ def test_only_the_output_that_nobody_reads_is_discarded(descriptor: int, monkeyp
     assert (found, discarded) == (True, [(descriptor,)])
 
 
+def test_what_is_written_to_a_discarded_descriptor_is_lost() -> None:
+    reader, written = os.pipe()
+    live_line.discard(written)
+    os.write(written, b"lost")
+    os.close(written)
+    assert os.read(reader, 10) == b""
+    os.close(reader)
+
+
 def test_terminal() -> None:
     controller, terminal = os.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}

@@ -41,6 +41,7 @@ REFUSED = [
     ("training.global_batch_size=2", 3, "= 2 does not divide over 3 data-parallel ranks; use 3, or another"),
     ("training.global_batch_size=24 training.local_batch_size=8", 2,
      "8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data-parallel ranks); use 4, 6 or 12"),
+    ("data.source=synthetic data.packing=best_fit", 1, "needs to know all documents, which data.source = 'synthetic' does not"),
     ("parallelism.replicate=3", 4, "replicate = 3 does not divide the 4 processes; use 1, 2 or 4"),
     ("parallelism.replicate=2 parallelism.shard=2", 2, "2 x 2 = 4, but there are 2 processes; start 4, or set"),
     ("parallelism.shard=0", 1, "shard = 0 is not a number of ranks; use 1 or more, or -1"),
