@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.losses.cross_entropy import chunked_linear_cross_entropy
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # (tokens, dim, vocab_size)

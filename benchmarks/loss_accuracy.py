@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.figures import cpu_name
-from titanlike.models.loss import chunked_linear_cross_entropy, cross_entropy_inplace
+from titanlike.losses.cross_entropy import chunked_linear_cross_entropy, cross_entropy_inplace
 from titanlike.run.run_dir import versions
 
 VOCAB, DIM, TOKENS = 128_256, 64, 1024

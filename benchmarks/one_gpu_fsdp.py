@@ -24,7 +24,7 @@ from titanlike.config.sections import Optimizer, Training
 from titanlike.metrics.hardware import device_name
 from titanlike.models.init import initialize
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import HeadLoss
+from titanlike.losses.cross_entropy import HeadLoss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile

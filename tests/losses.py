@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
+from titanlike.losses.cross_entropy import IGNORE, chunked_linear_cross_entropy
 
 
 def reference(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

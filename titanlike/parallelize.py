@@ -17,7 +17,7 @@ from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
-from titanlike.models.loss import HeadLoss, TokenLoss
+from titanlike.losses.cross_entropy import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision, cast_parameters
@@ -25,7 +25,7 @@ from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
-    from titanlike.models.loss_terms import LossTerms
+    from titanlike.losses.terms import LossTerms
 
 
 def parallelize(
@@ -56,7 +56,7 @@ def parallelize(
     """
     compute_dtype = getattr(torch, training.compute_dtype)
     if loss is not None:
-        from titanlike.models.token_loss import check_loss
+        from titanlike.losses.own import check_loss
 
         check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
     use_float8 = float8.scaling != "none"
@@ -199,7 +199,7 @@ def _loss_terms(parts: Sequence[Any], training: Training) -> "LossTerms | None":
     has_mtp = getattr(getattr(parts[0], "config", None), "num_mtp_layers", 0) > 0
     if not (training.z_loss or balance_losses or has_mtp):
         return None
-    from titanlike.models.loss_terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
+    from titanlike.losses.terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
 
     present = {Z_LOSS: training.z_loss > 0, BALANCE_LOSS: bool(balance_losses), MTP_LOSS: has_mtp}
     terms = LossTerms([name for name, is_present in present.items() if is_present])

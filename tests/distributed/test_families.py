@@ -33,7 +33,7 @@ from tests.training import (
 )
 from titanlike.models.init import initialize
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import HeadLoss
+from titanlike.losses.cross_entropy import HeadLoss
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.tensor import apply_tensor
 

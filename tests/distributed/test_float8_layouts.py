@@ -27,7 +27,7 @@ from titanlike.float8.linear import matmul_of
 from titanlike.interop.weights import load_weights
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.logits_loss import cross_entropy_sum
+from titanlike.losses.logits_loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor

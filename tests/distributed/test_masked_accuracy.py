@@ -11,7 +11,7 @@ from tests.launching import records
 from tests.pool import Ranks
 from tests.training import BERT, tiny, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
-from titanlike.models.masked_loss import LossAndAccuracy, num_correct
+from titanlike.losses.accuracy import LossAndAccuracy, num_correct
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP": dict(tensor=2),

@@ -23,8 +23,8 @@ from titanlike.metrics import model_statistics as statistics
 from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.experts import routers
-from titanlike.models.loss import IGNORE
-from titanlike.models.loss_terms import LossTerms
+from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses.terms import LossTerms
 
 Z_LOSS = 0.01
 TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")

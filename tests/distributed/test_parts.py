@@ -14,8 +14,8 @@ from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.dropout import Dropout
 from titanlike.models.layers import DotProductAttention
-from titanlike.models.logits_loss import cross_entropy_sum
-from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.losses.logits_loss import cross_entropy_sum
+from titanlike.losses.cross_entropy import chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelAttention,

@@ -23,7 +23,7 @@ from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.deepseek_config import DEEPSEEK_V3_SIZES, DeepseekV3Config
-from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
+from titanlike.losses.cross_entropy import IGNORE, chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.run.preflight import check_recipe
 

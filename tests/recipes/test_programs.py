@@ -44,7 +44,7 @@ from titanlike.interop.weights import load_initial
 from titanlike.metrics import Measured, Monitor, monitor, profiler
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.init import initialize
-from titanlike.models.loss import IGNORE
+from titanlike.losses.cross_entropy import IGNORE
 from titanlike.models.registry import build_model
 from titanlike.optim import NonFiniteGuard, build_optimizer, clip_gradients, gradient_norms, learning_rate
 from titanlike.optim.clipping import unscale_gradients

@@ -14,7 +14,7 @@ from tests.training import BERT, LLAMA, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.distill import Distillation
 from titanlike.config.sections import Parallelism
-from titanlike.models.distillation_loss import (
+from titanlike.losses.distillation import (
     DistillationLoss,
     HiddenStates,
     TeacherLogits,
@@ -22,8 +22,8 @@ from titanlike.models.distillation_loss import (
     set_distillation_loss,
 )
 from titanlike.models.layers import LMHead
-from titanlike.models.loss import IGNORE, HeadLoss
-from titanlike.models.top_k_loss import top_k_of
+from titanlike.losses.cross_entropy import IGNORE, HeadLoss
+from titanlike.losses.top_k import top_k_of
 from titanlike.run.preflight import check_recipe
 
 TOKENS, DIM, TEACHER_DIM, VOCAB = 12, 8, 10, 30

@@ -21,12 +21,12 @@ from titanlike.config.distill import Distillation
 from titanlike.inference.logits import recomputed_logits
 from titanlike.metrics.model_statistics import ModelStatistics
 from titanlike.models import loss
-from titanlike.models.distillation_loss import TeacherLogits, distillation_loss
+from titanlike.losses.distillation import TeacherLogits, distillation_loss
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import _Float32Linear
-from titanlike.models.loss_terms import LossTerms
+from titanlike.losses.terms import LossTerms
 from titanlike.models.registry import build_model
-from titanlike.models.top_k_loss import top_k_of
+from titanlike.losses.top_k import top_k_of
 from titanlike.optim.low_precision_adamw import _block_scales, _random_bits
 from titanlike.optim.muon import Muon
 from titanlike.parallelisms.context import ContextParallelMask, prefix_attention

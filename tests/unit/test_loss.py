@@ -18,8 +18,8 @@ from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.layers import LMHead, TiedLMHead
-from titanlike.models.logits_loss import cross_entropy_sum
-from titanlike.models.loss import (
+from titanlike.losses.logits_loss import cross_entropy_sum
+from titanlike.losses.cross_entropy import (
     IGNORE,
     HeadLoss,
     chunked_linear_cross_entropy,
@@ -27,7 +27,7 @@ from titanlike.models.loss import (
     cross_entropy_inplace,
 )
 from titanlike.models.registry import build_model
-from titanlike.models.token_loss import check_loss
+from titanlike.losses.own import check_loss
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 TOKENS, DIM, VOCAB = 24, 16, 40
@@ -266,7 +266,7 @@ def test_buffers_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, master: torch.dtype, chunk: int, expected: list[torch.dtype]
 ) -> None:
     """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
-    monkeypatch.setattr("titanlike.models.loss.BLOCK_ROWS", 16)
+    monkeypatch.setattr("titanlike.losses.cross_entropy.BLOCK_ROWS", 16)
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
     head.loss = HeadLoss(chunk=chunk)
     if dtype != master:

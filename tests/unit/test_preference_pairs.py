@@ -23,9 +23,9 @@ from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
 from titanlike.data.tokens.pairs import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
+from titanlike.losses.cross_entropy import IGNORE, chunked_linear_cross_entropy
 from titanlike.models.moe_config import Qwen3MoeConfig
-from titanlike.models.preference_loss import Answers, preference_loss
+from titanlike.losses.preferences import Answers, preference_loss
 from titanlike.run.preflight import check_recipe
 
 EOS = 256

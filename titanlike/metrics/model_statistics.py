@@ -22,7 +22,7 @@ class ModelStatistics:
     """Reads and resets what a model counts.
 
     Args:
-        terms: a `models.loss_terms.LossTerms`, if the model has such terms.
+        terms: a `losses.terms.LossTerms`, if the model has such terms.
         num_experts: 0 without experts; on all pipeline stages the same.
     """
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.config import UserError
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
-from titanlike.models.loss import HeadLoss, soft_capped
+from titanlike.losses.cross_entropy import HeadLoss, soft_capped
 from titanlike.utils.modules import without_owner
 
 # Scaled-dot-product-attention backends.

@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlike.config import UserError
 from titanlike.config.sections import Training
 from titanlike.distributed import collectives, process_group
-from titanlike.models.loss import NO_LABEL
+from titanlike.losses.cross_entropy import NO_LABEL
 from titanlike.optim.clipping import Norms
 from titanlike.utils.async_d2h import AsyncD2H
 

@@ -19,16 +19,16 @@ from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import NO_SHARE, CheckpointWeights, Weights, open_weights
-from titanlike.models.distillation_loss import DistillationLoss, HiddenStates, TeacherLogits, set_distillation_loss
+from titanlike.losses.distillation import DistillationLoss, HiddenStates, TeacherLogits, set_distillation_loss
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import means_of, num_valid
+from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
 from titanlike.run.second_model import build_frozen_model
 
 if TYPE_CHECKING:
-    from titanlike.models.top_k_loss import TopK
+    from titanlike.losses.top_k import TopK
 
 Logits = Callable[[Batch], AbstractContextManager[TeacherLogits]]
 Targets = Callable[[Batch], "AbstractContextManager[TeacherLogits | TopK]"]

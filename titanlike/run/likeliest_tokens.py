@@ -20,8 +20,8 @@ from titanlike.data.batches.packed_dataset import SequenceDataset, Sequences
 from titanlike.data.documents.files import hash_of
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.distributed import collectives, process_group
-from titanlike.models.distillation_loss import TeacherLogits
-from titanlike.models.top_k_loss import TopK, top_k_of
+from titanlike.losses.distillation import TeacherLogits
+from titanlike.losses.top_k import TopK, top_k_of
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.loop import loop_settings
 from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once

@@ -18,7 +18,7 @@ from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
-from titanlike.models.loss import means_of, num_valid
+from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory

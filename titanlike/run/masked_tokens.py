@@ -7,8 +7,8 @@ from torch import nn
 
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.distributed import collectives
-from titanlike.models.loss import means_of, num_valid
-from titanlike.models.masked_loss import loss_and_accuracy
+from titanlike.losses.cross_entropy import means_of, num_valid
+from titanlike.losses.accuracy import loss_and_accuracy
 from titanlike.parallelisms.mesh import Mesh
 
 

@@ -12,7 +12,7 @@ from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
-from titanlike.models.preference_loss import preference_loss
+from titanlike.losses.preferences import preference_loss
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Reference, answers_of, places_of

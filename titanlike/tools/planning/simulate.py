@@ -17,7 +17,7 @@ from titanlike.config.distill import DistillRecipe
 from titanlike.config.sections import Float8
 from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
-from titanlike.models.distillation_loss import set_distillation_loss
+from titanlike.losses.distillation import set_distillation_loss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer

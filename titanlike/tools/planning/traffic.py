@@ -1,7 +1,7 @@
 """The collectives of a training step, from formulas. Does not import torch.
 
 The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `expert.py`,
-`pipeline.py`, `models/loss.py` and `float8/`. A test compares their calls and bytes with those of a step after the first.
+`pipeline.py`, `losses/cross_entropy.py` and `float8/`. A test compares their calls and bytes with those of a step after the first.
 
 With expert parallelism, the number of tokens that a rank receives depends on the routing. The formulas assume that all experts have
 the same number of tokens.

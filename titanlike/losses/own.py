@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import IGNORE, HeadLoss, TokenLoss
+from titanlike.losses.cross_entropy import IGNORE, HeadLoss, TokenLoss
 
 
 def check_loss(model: nn.Module, loss: TokenLoss, z_loss: float, device: torch.device) -> None:

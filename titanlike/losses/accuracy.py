@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.models.logits_loss import cross_entropy_sum
-from titanlike.models.loss import IGNORE, HeadLoss
+from titanlike.losses.logits_loss import cross_entropy_sum
+from titanlike.losses.cross_entropy import IGNORE, HeadLoss
 from titanlike.utils.compat import all_reduce
 from titanlike.utils.modules import without_owner
 

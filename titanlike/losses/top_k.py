@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.models.distillation_loss import TeacherLogits
-from titanlike.models.loss import IGNORE
+from titanlike.losses.distillation import TeacherLogits
+from titanlike.losses.cross_entropy import IGNORE
 from titanlike.utils.compat import all_reduce
 
 SMALLEST = 1e-30  # probability of all other tokens: its logarithm has to be finite

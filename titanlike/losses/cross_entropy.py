@@ -24,7 +24,7 @@ from titanlike.models.base_config import IGNORE as IGNORE
 from titanlike.utils.compat import all_reduce
 
 if TYPE_CHECKING:
-    from titanlike.models.loss_terms import LossTerms
+    from titanlike.losses.terms import LossTerms
 
 NO_LABEL = "no label: all its tokens are of prompts or padding, or not masked (data.prompt_field, mlm.mask_probability)"
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
@@ -79,7 +79,7 @@ def chunked_linear_cross_entropy(
     """
     assert not (token_loss and (z_loss or auxiliary))
     if reduction == "none":
-        from titanlike.models.token_losses import token_cross_entropies
+        from titanlike.losses.chunked import token_cross_entropies
 
         assert token_loss is None and not z_loss and bias is None and auxiliary is None
         return token_cross_entropies(x, weight, labels, chunk, vocab_group, backend, soft_cap)
@@ -87,13 +87,13 @@ def chunked_linear_cross_entropy(
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
     token_loss = token_loss if torch.is_grad_enabled() else None
     if token_loss is not None and (weight is None or torch.compiler.is_compiling()):
-        from titanlike.models.token_loss import full_vocab_loss
+        from titanlike.losses.own import full_vocab_loss
 
         logits = x if weight is None else F.linear(x, weight.to(x.dtype))
         logits = logits if bias is None else logits + bias.to(x.dtype)
         return full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
-        from titanlike.models.logits_loss import cross_entropy_of_logits
+        from titanlike.losses.logits_loss import cross_entropy_of_logits
 
         x = x if bias is None else x + bias.to(x.dtype)
         loss, *others = cross_entropy_of_logits(x, labels, vocab_group, coefficient, soft_cap, auxiliary)
@@ -308,7 +308,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 logits += bias.to(x.dtype)
             if token_loss is not None:
-                from titanlike.models.token_loss import loss_and_gradient
+                from titanlike.losses.own import loss_and_gradient
 
                 loss, logits = loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
                 z_term = None

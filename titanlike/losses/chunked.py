@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.models.loss import add_product, compiled, token_losses_inplace
+from titanlike.losses.cross_entropy import add_product, compiled, token_losses_inplace
 
 
 def token_cross_entropies(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.models.loss import cross_entropy_inplace, scaled
+from titanlike.losses.cross_entropy import cross_entropy_inplace, scaled
 
 
 def cross_entropy_of_logits(

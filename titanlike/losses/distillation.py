@@ -1,7 +1,7 @@
 """The loss of distillation: the KL divergence between the predictions of a teacher and of a student, beside the cross-entropy.
 
 The logits of both models exist for one chunk of tokens at a time. The gradient is computed together with the loss, in place of
-the student's logits, as in `models/loss.py`.
+the student's logits, as in `losses/cross_entropy.py`.
 
 Shapes: B sequences, T tokens, N tokens of a micro-batch or a chunk, V vocabulary, or this rank's shard of it.
 """
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from titanlike.config.distill import Distillation
 from titanlike.models.layers import set_loss
-from titanlike.models.loss import IGNORE, HeadLoss, add_product, compiled, scaled
+from titanlike.losses.cross_entropy import IGNORE, HeadLoss, add_product, compiled, scaled
 from titanlike.utils.compat import all_reduce
 from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
-    from titanlike.models.top_k_loss import TopK
+    from titanlike.losses.top_k import TopK
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def distillation_loss(
             teacher_logits = targets[rows] if of_teacher is None else targets[rows] @ of_teacher.t()
             return logits, inplace(logits, teacher_logits, valid_labels[rows], soft_caps=soft_caps, **options)
     else:
-        from titanlike.models.top_k_loss import top_k_loss
+        from titanlike.losses.top_k import top_k_loss
 
         function = compiled(top_k_loss, backend)
         ids, log_probs = teacher.ids.flatten(0, -2).long(), teacher.log_probs.flatten(0, -2)

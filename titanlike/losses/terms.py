@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titanlike.distributed.collectives import sum_dtype
-from titanlike.models.loss import num_valid
+from titanlike.losses.cross_entropy import num_valid
 
 Z_LOSS, BALANCE_LOSS, MTP_LOSS = "z_loss", "balance_loss", "mtp_loss"
 
