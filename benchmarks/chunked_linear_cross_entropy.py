@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.losses.cross_entropy import chunked_linear_cross_entropy
+from titanlike.losses.chunked import Logits
+from titanlike.losses.cross_entropy import CrossEntropy
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # (tokens, dim, vocab_size)
@@ -38,8 +39,9 @@ def measure(device: str, backend: str) -> list[dict[str, Any]]:
             variants: dict[str, Any] = {"torch": by_torch if not backend else torch.compile(by_torch, backend=backend)}
             for chunk in CHUNKS:
                 if chunk <= tokens:
-                    variants[str(chunk)] = lambda *inputs, chunk=chunk: chunked_linear_cross_entropy(
-                        *inputs, chunk=chunk, backend=backend
+                    loss = CrossEntropy(chunk=chunk, backend=backend)
+                    variants[str(chunk)] = lambda x, weight, labels, loss=loss: loss(
+                        Logits(x[None], weight), labels[None]
                     )
             times: dict[str, list[float]] = {name: [] for name in variants}
             for _ in range(ROUNDS + 1):

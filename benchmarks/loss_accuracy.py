@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.figures import cpu_name
-from titanlike.losses.cross_entropy import chunked_linear_cross_entropy, cross_entropy_inplace
+from titanlike.losses.chunked import Logits
+from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
 from titanlike.run.run_dir import versions
 
 VOCAB, DIM, TOKENS = 128_256, 64, 1024
@@ -69,7 +70,7 @@ def variants(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> dict[str,
     full = weight.clone().requires_grad_()
 
     def ours(weight: Tensor, chunk: int) -> Gradients:
-        return by_autograd(chunked_linear_cross_entropy(leaf, weight, labels, chunk=chunk), leaf, weight)
+        return by_autograd(CrossEntropy(chunk=chunk)(Logits(leaf[None], weight), labels[None]), leaf, weight)
 
     found: dict[str, Callable[[], Gradients]] = {
         "ours": lambda: ours(low, chunk),

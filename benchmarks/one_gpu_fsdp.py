@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from benchmarks.models import MODELS, config_of
 from titanlike.config.sections import Optimizer, Training
+from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.metrics.hardware import device_name
 from titanlike.models.init import initialize
 from titanlike.models.layers import set_loss
-from titanlike.losses.cross_entropy import HeadLoss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile
@@ -45,7 +45,7 @@ def train(row: str, model_name: str, device: str, steps: int, warmup: int, compi
     with torch.device("meta"):
         model = build_model(config)
     # In chunks, as in a recipe: logits of all tokens in float32 do not fit beside a 1B model.
-    set_loss(model, HeadLoss(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else ""))
+    set_loss(model, CrossEntropy(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else ""))
     if compile_mode == "block":
         apply_compile(blocks(model))
     if row == "fsdp":

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.losses.cross_entropy import CrossEntropy
+from titanlike.losses.own import LossFunction, OwnLoss, check_loss
+from titanlike.losses.terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
-from titanlike.losses.cross_entropy import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision, cast_parameters
@@ -25,7 +27,6 @@ from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
-    from titanlike.losses.terms import LossTerms
 
 
 def parallelize(
@@ -39,7 +40,7 @@ def parallelize(
     lora: "Lora | None" = None,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
-    loss: TokenLoss | None = None,
+    loss: LossFunction | None = None,
     loss_reduction: Literal["sum", "none"] = "sum",
     static_shapes: bool = False,
 ) -> nn.Module:
@@ -56,8 +57,7 @@ def parallelize(
     """
     compute_dtype = getattr(torch, training.compute_dtype)
     if loss is not None:
-        from titanlike.losses.own import check_loss
-
+        set_loss(model, OwnLoss(loss))  # refuses a head that is not of the library
         check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -90,8 +90,7 @@ def parallelize(
         )
         parts = list(model.parts.values())
     terms = _loss_terms(parts, training)
-    head_loss = HeadLoss(
-        loss,
+    head_loss = CrossEntropy(
         chunk=training.loss_chunk,
         vocab_group=mesh.vocab_group,
         backend=compile.backend if compile.mode == "block" else "",
@@ -100,6 +99,8 @@ def parallelize(
         reduction=loss_reduction,
         terms=terms,
     )
+    if loss is not None:
+        head_loss = OwnLoss(loss, **vars(head_loss))
     for part in parts:
         if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
             set_loss(part, head_loss)
@@ -193,14 +194,12 @@ def parallelize(
     return model
 
 
-def _loss_terms(parts: Sequence[Any], training: Training) -> "LossTerms | None":
+def _loss_terms(parts: Sequence[Any], training: Training) -> LossTerms | None:
     """Returns what the model adds those terms of its loss to that have metrics of their own, or None if there are none."""
     balance_losses = [part.balance_loss for part in parts if getattr(part, "balance_loss", None) is not None]
     has_mtp = getattr(getattr(parts[0], "config", None), "num_mtp_layers", 0) > 0
     if not (training.z_loss or balance_losses or has_mtp):
         return None
-    from titanlike.losses.terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
-
     present = {Z_LOSS: training.z_loss > 0, BALANCE_LOSS: bool(balance_losses), MTP_LOSS: has_mtp}
     terms = LossTerms([name for name, is_present in present.items() if is_present])
     for one in balance_losses:

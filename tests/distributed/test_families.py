@@ -31,9 +31,9 @@ from tests.training import (
     tiny,
     train,
 )
+from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.models.init import initialize
 from titanlike.models.layers import set_loss
-from titanlike.losses.cross_entropy import HeadLoss
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.tensor import apply_tensor
 
@@ -114,7 +114,7 @@ def _errors_without_sequence_parallelism(config: Any) -> dict[str, float]:
     initialize(model, torch.device("cpu"), 0)
     reference, mesh = copy.deepcopy(model), mesh_of("cpu", tensor=2).tensor
     apply_tensor(model, model.tensor_plan, mesh, blocks=model.layers, sequence_parallel=False)
-    set_loss(model, HeadLoss(vocab_group=mesh.get_group()))
+    set_loss(model, CrossEntropy(vocab_group=mesh.get_group()))
     tokens = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(0))
     for one in (model, reference):
         one(tokens, labels=tokens.roll(-1, 1)).backward()

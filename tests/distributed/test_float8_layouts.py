@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.interop.models import MemoryWeights, model_of
+from tests.losses import linear_cross_entropy
 from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
 from tests.pool import Ranks
 from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, Observer, assert_same, build, full_tensor, tiny, train
@@ -27,7 +28,6 @@ from titanlike.float8.linear import matmul_of
 from titanlike.interop.weights import load_weights
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
-from titanlike.losses.logits_loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor
@@ -71,7 +71,7 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
     for seed in range(seeds):
         tokens = torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(seed))
         logits = model(tokens=tokens[:, :-1][:, position_ids], position_ids=position_ids[None])
-        loss = cross_entropy_sum(logits, tokens[:, 1:][:, position_ids], mesh.vocab_group) / 64
+        loss = linear_cross_entropy(logits, None, tokens[:, 1:][:, position_ids], vocab_group=mesh.vocab_group) / 64
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
         found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}

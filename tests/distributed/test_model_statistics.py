@@ -18,13 +18,13 @@ from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
 from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
 from titanlike.config.sections import Metrics, Parallelism
+from titanlike.losses import IGNORE
+from titanlike.losses.terms import LossTerms
 from titanlike.metrics import Monitor, machine_records
 from titanlike.metrics import model_statistics as statistics
 from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.experts import routers
-from titanlike.losses.cross_entropy import IGNORE
-from titanlike.losses.terms import LossTerms
 
 Z_LOSS = 0.01
 TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")

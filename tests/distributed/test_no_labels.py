@@ -18,7 +18,7 @@ from tests.training import BERT, LLAMA, tiny, train_on_rank, world_size
 from titanlike.config import PretrainRecipe
 from titanlike.config.distill import Distillation
 from titanlike.data.batches.loader import Batch, BatchLoader
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 
 TEACHER = dict(teacher=dataclasses.replace(LLAMA, num_layers=1), distillation=Distillation(teacher="random"))
 CASES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tests.pool import Ranks
 from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.models.registry import build_model
 from titanlike.parallelize import parallelize
 from titanlike.tools.verify.recipe import Result

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
+from tests.losses import linear_cross_entropy
 from tests.pool import Ranks, user_error
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.dropout import Dropout
 from titanlike.models.layers import DotProductAttention
-from titanlike.losses.logits_loss import cross_entropy_sum
-from titanlike.losses.cross_entropy import chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelAttention,
@@ -119,11 +118,11 @@ def _vocab_parallel_weight_gradient() -> list[float]:
     labels = torch.randint(0, 256, (1, 2048), generator=generator)
     full = weight.double().requires_grad_()
     shard = slice(128 * group.rank(), 128 * (group.rank() + 1))
-    exact = torch.autograd.grad(cross_entropy_sum(x.double() @ full.t(), labels), full)[0][shard]
+    exact = torch.autograd.grad(linear_cross_entropy(x.double() @ full.t(), None, labels), full)[0][shard]
     local = weight[shard].clone().requires_grad_()
     errors = []
     for chunk in (0, 32):
-        loss = chunked_linear_cross_entropy(x, local, labels, chunk=chunk, vocab_group=group)
+        loss = linear_cross_entropy(x, local, labels, chunk=chunk, vocab_group=group)
         (found,) = torch.autograd.grad(loss / 7, local)
         errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
     return errors

@@ -15,8 +15,8 @@ from tests.pool import Pool
 from tests.training import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MODERNBERT, MULTI_TOKEN, QWEN3_MOE, build, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
+from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.models.document_mask import DocumentMask
-from titanlike.losses.cross_entropy import HeadLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms import activation_checkpoint, activation_offload, fsdp
 from titanlike.parallelisms import compile as compilation
@@ -38,7 +38,7 @@ def test_options_of_a_recipe_reach_the_transforms(ranks: Ranks) -> None:
         "apply_compile": dict(backend="aot_eager", fullgraph=True, static_shapes=False),
         "apply_activation_checkpoint": dict(mode="selective", memory_budget=0.3, preserve_rng_state=False),
         "apply_activation_offload": {},
-        "loss": HeadLoss(chunk=16, z_loss=0.1, backend="aot_eager"),
+        "loss": CrossEntropy(chunk=16, z_loss=0.1, backend="aot_eager"),
         "masks": {False},
     }  # fmt: skip
     for found in ranks(2).run(_options):

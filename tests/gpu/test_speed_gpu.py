@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.null_gpu.values import compare_values
 from recipes import pretrain
+from tests.losses import linear_cross_entropy
 from tests.shrunk import STEPS, WARM, before_each_step, small
 from titanlike.models.layers import attention_backend
-from titanlike.losses.cross_entropy import chunked_linear_cross_entropy
 from titanlike.run.run_dir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -62,7 +62,7 @@ def test_chunked_loss_saves_memory(backend: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, backend=backend)
+        loss = linear_cross_entropy(x[None], weight, labels[None], chunk=chunk, backend=backend)
         gradients[chunk] = torch.autograd.grad(loss / tokens, (x, weight))
         peaks[chunk] = torch.cuda.max_memory_allocated() - before
     assert peaks[1024] < peaks[0] / 3

@@ -10,8 +10,8 @@ from transformers.utils import logging
 
 from tests.interop.models import export_model
 from titanlike.interop.weights import open_weights
+from titanlike.losses import IGNORE
 from titanlike.models.base_config import TransformerConfig
-from titanlike.losses.cross_entropy import IGNORE
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

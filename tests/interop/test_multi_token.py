@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.interop.models import CONFIGS, export_model, model_of
+from tests.losses import linear_cross_entropy
 from tests.training import MULTI_TOKEN, tiny
 from titanlike.config import UserError
 from titanlike.config.distill import DistillRecipe
@@ -22,8 +23,8 @@ from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.interop.weights import load_weights, open_weights
+from titanlike.losses import IGNORE
 from titanlike.models.deepseek_config import DEEPSEEK_V3_SIZES, DeepseekV3Config
-from titanlike.losses.cross_entropy import IGNORE, chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.run.preflight import check_recipe
 
@@ -193,7 +194,7 @@ def test_the_loss_of_auxiliary_sequences_has_a_gradient_only(chunk: int, from_lo
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").unflatten(0, (6, 4)).sum(1)
     expected = torch.autograd.grad(losses[:2].sum() + 0.3 * losses[2:].sum(), (x, weight), retain_graph=True)
     inputs = (logits, None) if from_logits else (x, weight)
-    found = chunked_linear_cross_entropy(*inputs, labels, chunk=chunk, auxiliary=(4, 0.3))
+    found = linear_cross_entropy(*inputs, labels, chunk=chunk, auxiliary=(4, 0.3))
     torch.testing.assert_close(found, losses[:2].sum())
     torch.testing.assert_close(torch.autograd.grad(found, (x, weight)), expected)
 

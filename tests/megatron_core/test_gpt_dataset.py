@@ -19,7 +19,7 @@ from titanlike.data.batches.packed_dataset import PackedDataset
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 
 pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed; .ci/run installs it")
 

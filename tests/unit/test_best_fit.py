@@ -19,7 +19,7 @@ from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator, build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.tools.data.prepare import prepare
 
 SEQ_LEN = 16

@@ -17,7 +17,7 @@ from titanlike.data.batches.chats import open_sources
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.tools.data.hooks import checked
 
 EOS = 256

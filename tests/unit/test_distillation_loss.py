@@ -14,16 +14,13 @@ from tests.training import BERT, LLAMA, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.distill import Distillation
 from titanlike.config.sections import Parallelism
-from titanlike.losses.distillation import (
-    DistillationLoss,
-    HiddenStates,
-    TeacherLogits,
-    distillation_loss,
-    set_distillation_loss,
-)
-from titanlike.models.layers import LMHead
-from titanlike.losses.cross_entropy import IGNORE, HeadLoss
+from titanlike.losses import IGNORE
+from titanlike.losses.chunked import Logits
+from titanlike.losses.cross_entropy import CrossEntropy
+from titanlike.losses.distillation import DistillationLoss, KeptLogits, distillation_loss
 from titanlike.losses.top_k import top_k_of
+from titanlike.models.layers import LMHead
+from titanlike.run.distillation import set_distillation_loss
 from titanlike.run.preflight import check_recipe
 
 TOKENS, DIM, TEACHER_DIM, VOCAB = 12, 8, 10, 30
@@ -36,7 +33,7 @@ class Case:
     x: Tensor
     weight: Tensor
     labels: Tensor
-    teacher: TeacherLogits
+    teacher: Logits
 
     @classmethod
     def drawn(cls, dtype: torch.dtype = torch.float32, soft_cap: float = 0.0) -> "Case":
@@ -48,7 +45,7 @@ class Case:
         labels = torch.randint(VOCAB, (1, TOKENS), generator=generator)
         labels[0, [0, 5]] = IGNORE
         return cls(
-            x.requires_grad_(), weight.requires_grad_(), labels, TeacherLogits(teacher_x, teacher_weight, soft_cap)
+            x.requires_grad_(), weight.requires_grad_(), labels, Logits(teacher_x, teacher_weight, soft_cap=soft_cap)
         )
 
 
@@ -81,9 +78,8 @@ def test_loss_and_gradients_are_those_of_torch(
 ) -> None:
     section = Distillation(loss=loss, temperature=temperature, label_weight=label_weight)
     case, same = Case.drawn(soft_cap=soft_cap), Case.drawn(torch.float64, soft_cap)
-    found, sums = distillation_loss(
-        section, case.x, case.weight, case.labels, case.teacher, soft_cap=soft_cap, chunk=chunk
-    )
+    student = Logits(case.x, case.weight, soft_cap=soft_cap)
+    found, sums = distillation_loss(section, student, case.labels, case.teacher, CrossEntropy(chunk=chunk))
     wanted, wanted_sums = expected(section, same, soft_cap)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums.double(), wanted_sums, rtol=1e-5, atol=1e-5)
@@ -96,10 +92,10 @@ def test_loss_and_gradients_are_those_of_torch(
 
 def test_an_equal_teacher_has_no_divergence_and_no_gradient() -> None:
     case = Case.drawn()
-    teacher = TeacherLogits(case.x.detach(), case.weight.detach(), 0.0)
+    teacher = Logits(case.x.detach(), case.weight.detach())
     for loss in ("forward_kl", "reverse_kl"):
         section = Distillation(loss=loss, label_weight=0.0, temperature=2.0)  # type: ignore[arg-type]
-        found, _ = distillation_loss(section, case.x, case.weight, case.labels, teacher)
+        found, _ = distillation_loss(section, Logits(case.x, case.weight), case.labels, teacher, CrossEntropy())
         found.backward()
         assert found == 0.0 and not case.x.grad.any() and not case.weight.grad.any()  # type: ignore[union-attr]
 
@@ -108,9 +104,9 @@ def test_logits_in_place_of_hidden_states() -> None:
     section, case = Distillation(temperature=2.0), Case.drawn()
     logits = (case.x @ case.weight.t()).detach().requires_grad_()
     teacher_weight: Any = case.teacher.weight
-    teacher = TeacherLogits(case.teacher.x @ teacher_weight.t(), None, 0.0)
-    found, _ = distillation_loss(section, logits, None, case.labels, teacher, chunk=5)
-    wanted, _ = distillation_loss(section, case.x, case.weight, case.labels, case.teacher)
+    teacher = Logits(case.teacher.x @ teacher_weight.t())
+    found, _ = distillation_loss(section, Logits(logits), case.labels, teacher, CrossEntropy(chunk=5))
+    wanted, _ = distillation_loss(section, Logits(case.x, case.weight), case.labels, case.teacher, CrossEntropy())
     torch.testing.assert_close(found, wanted)
     found.backward()
     wanted.backward()
@@ -120,7 +116,9 @@ def test_logits_in_place_of_hidden_states() -> None:
 def test_a_frozen_head_has_no_gradient() -> None:
     case = Case.drawn()
     weight = case.weight.detach()
-    found, _ = distillation_loss(Distillation(), case.x, weight, case.labels, case.teacher, chunk=5)
+    found, _ = distillation_loss(
+        Distillation(), Logits(case.x, weight), case.labels, case.teacher, CrossEntropy(chunk=5)
+    )
     found.backward()
     assert case.x.grad is not None and weight.grad is None
 
@@ -131,12 +129,12 @@ def test_the_loss_of_a_head() -> None:
     model = nn.ModuleDict({"output": LMHead(DIM, VOCAB)})
     head: Any = model["output"]
     head.weight.data.copy_(case.weight.detach())
-    head.loss = HeadLoss(chunk=5)
+    head.loss = CrossEntropy(chunk=5)
     loss = set_distillation_loss(model, Distillation(label_weight=0.25))
     assert isinstance(loss, DistillationLoss)
     cross_entropy = head(case.x, case.labels)
-    kept = HiddenStates()
-    kept(case.teacher.x, case.teacher.weight, case.labels, 0.0)
+    kept = KeptLogits()
+    kept(case.teacher, case.labels)
     loss.teacher = kept.found
     found = head(case.x, case.labels)
     assert loss.sums is not None
@@ -151,7 +149,9 @@ def test_compiled_equals_eager(loss: Any) -> None:
     results = []
     for backend in ("", "aot_eager_decomp_partition"):
         case = Case.drawn()
-        found, _ = distillation_loss(section, case.x, case.weight, case.labels, case.teacher, chunk=4, backend=backend)
+        found, _ = distillation_loss(
+            section, Logits(case.x, case.weight), case.labels, case.teacher, CrossEntropy(chunk=4, backend=backend)
+        )
         found.backward()
         results.append((found.detach(), case.x.grad, case.weight.grad))
     torch.testing.assert_close(*results)
@@ -165,7 +165,8 @@ def test_the_loss_of_the_likeliest_tokens_is_that_of_torch_over_their_and_one_mo
     section = Distillation(loss=loss, temperature=temperature, label_weight=label_weight)
     case, same = Case.drawn(soft_cap=soft_cap), Case.drawn(torch.float64, soft_cap)
     top_k = top_k_of(case.teacher, 6, temperature, chunk, None)
-    found, sums = distillation_loss(section, case.x, case.weight, case.labels, top_k, soft_cap=soft_cap, chunk=chunk)
+    student = Logits(case.x, case.weight, soft_cap=soft_cap)
+    found, sums = distillation_loss(section, student, case.labels, top_k, CrossEntropy(chunk=chunk))
     valid = case.labels.flatten() != IGNORE
     weight: Any = same.teacher.weight
     logits = bounded(same.x @ same.weight.t(), soft_cap)[0]
@@ -193,7 +194,7 @@ def test_with_all_tokens_it_is_that_of_the_logits(loss: Any) -> None:
     for k in (0, VOCAB):
         case = Case.drawn()
         teacher = top_k_of(case.teacher, k, 2.0, 0, None) if k else case.teacher
-        found, sums = distillation_loss(section, case.x, case.weight, case.labels, teacher)
+        found, sums = distillation_loss(section, Logits(case.x, case.weight), case.labels, teacher, CrossEntropy())
         found.backward()
         results.append((found.detach(), sums, case.x.grad, case.weight.grad))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

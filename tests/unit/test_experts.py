@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tests.training import Operations
+from titanlike.losses import IGNORE
 from titanlike.models import grouped_matmul as grouped
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.grouped_matmul import grouped_matmul
-from titanlike.losses.cross_entropy import IGNORE
 from titanlike.models.moe import build_feed_forward
 from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model

@@ -14,19 +14,22 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
 from tests.interop.models import CONFIGS, ENCODERS, T5
+from tests.losses import linear_cross_entropy
 from tests.training import Operations
 from tests.unit.datasets import batches, counting
 from titanlike.checkpoint import staging
 from titanlike.config.distill import Distillation
 from titanlike.inference.logits import recomputed_logits
+from titanlike.losses import chunked
+from titanlike.losses.chunked import Logits
+from titanlike.losses.cross_entropy import CrossEntropy
+from titanlike.losses.distillation import distillation_loss
+from titanlike.losses.terms import LossTerms
+from titanlike.losses.top_k import top_k_of
 from titanlike.metrics.model_statistics import ModelStatistics
-from titanlike.models import loss
-from titanlike.losses.distillation import TeacherLogits, distillation_loss
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import _Float32Linear
-from titanlike.losses.terms import LossTerms
 from titanlike.models.registry import build_model
-from titanlike.losses.top_k import top_k_of
 from titanlike.optim.low_precision_adamw import _block_scales, _random_bits
 from titanlike.optim.muon import Muon
 from titanlike.parallelisms.context import ContextParallelMask, prefix_attention
@@ -43,10 +46,10 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "logits of experts": (lambda: _Float32Linear.apply(tensor(8, 16), tensor(4, 16)), {"mm": 1, "_to_copy": 0}),
     # A scale without a dimension would be rounded to the dtype of the gradient.
     "scaled gradient": (
-        lambda: loss.scaled(tensor(8, 16), tensor(dtype=FULL), HALF), {"unsqueeze": 1, "mul": 1, "_to_copy": 0}
+        lambda: chunked.scaled(tensor(8, 16), tensor(dtype=FULL), HALF), {"unsqueeze": 1, "mul": 1, "_to_copy": 0}
     ),
     "gradient of the head": (
-        lambda: loss.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16)), {"addmm": 1, "mm": 0}
+        lambda: chunked.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16)), {"addmm": 1, "mm": 0}
     ),
 }  # fmt: skip
 
@@ -62,9 +65,9 @@ def test_products_in_bfloat16_are_summed_in_float32_by_one_kernel(name: str) -> 
 def distilled() -> Any:
     """Returns the losses of the predictions of a teacher, and of its likeliest ones."""
     x, weight, labels = tensor(2, 8, 4), tensor(16, 4), tensor(2, 8, dtype=torch.long)
-    teacher, section = TeacherLogits(x, weight, 5.0), Distillation(label_weight=0.5)
-    top = top_k_of(teacher, 3, 2.0, 4, None)
-    return [distillation_loss(section, x, weight, labels, each, chunk=4, soft_cap=5.0) for each in (teacher, top)]
+    logits, section = Logits(x, weight, soft_cap=5.0), Distillation(label_weight=0.5)
+    top = top_k_of(logits, 3, 2.0, 4, None)
+    return [distillation_loss(section, logits, labels, each, CrossEntropy(chunk=4)) for each in (logits, top)]
 
 
 ONE: Any = SimpleNamespace(size=lambda: 1)
@@ -73,7 +76,7 @@ CUDA = torch.device("cuda")
 # What makes tensors beside those that it gets.
 MADE: dict[str, Callable[[], Any]] = {
     "distillation": distilled,
-    "losses of tokens": lambda: loss.chunked_linear_cross_entropy(
+    "losses of tokens": lambda: linear_cross_entropy(
         tensor(2, 8, 4), tensor(16, 4), tensor(2, 8, dtype=torch.long), chunk=4, reduction="none"
     ),
     "a stage without the loss": lambda: ModelStatistics(nn.Identity(), CUDA, LossTerms(["z_loss"]), 0).measure(),

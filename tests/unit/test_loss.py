@@ -11,23 +11,18 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.losses import reference, weight_gradient_errors
+from tests.losses import linear_cross_entropy, reference, weight_gradient_errors
 from tests.training import Operations
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
+from titanlike.losses import IGNORE
+from titanlike.losses.chunked import compiled
+from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
+from titanlike.losses.own import check_loss
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.layers import LMHead, TiedLMHead
-from titanlike.losses.logits_loss import cross_entropy_sum
-from titanlike.losses.cross_entropy import (
-    IGNORE,
-    HeadLoss,
-    chunked_linear_cross_entropy,
-    compiled,
-    cross_entropy_inplace,
-)
 from titanlike.models.registry import build_model
-from titanlike.losses.own import check_loss
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 TOKENS, DIM, VOCAB = 24, 16, 40
@@ -46,7 +41,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     x, weight, labels = inputs()
     expected = torch.autograd.grad(reference(x, weight, labels) / 19, (x, weight))
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk)
+    loss = linear_cross_entropy(x, weight, labels, chunk=chunk)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), reference(x, weight, labels))
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
@@ -65,7 +60,7 @@ def test_a_frozen_head_has_no_gradient_and_no_product_for_it(reduction: Any) -> 
             return value
 
         with Operations() as operations, torch.autograd.graph.saved_tensors_hooks(save, lambda value: value):
-            chunked_linear_cross_entropy(x, weight, labels, chunk=7, reduction=reduction, bias=bias).sum().backward()
+            linear_cross_entropy(x, weight, labels, chunk=7, reduction=reduction, bias=bias).sum().backward()
         (expected,) = torch.autograd.grad(reference(x, weight, labels), (x,))
         torch.testing.assert_close(x.grad, expected)
         assert (weight.grad is None) == frozen and (bias is None or (bias.grad is None) == frozen)
@@ -86,9 +81,7 @@ def test_a_bias_of_the_logits(chunk: int, token_loss: bool) -> None:
     logits = (x.double() @ weight.double().t() + bias.double()).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     gradients = torch.autograd.grad(expected / 19, (x, weight, bias))
-    loss = chunked_linear_cross_entropy(
-        x, weight, labels, chunk=chunk, bias=bias, token_loss=own_loss if token_loss else None
-    )
+    loss = linear_cross_entropy(x, weight, labels, chunk=chunk, bias=bias, function=own_loss if token_loss else None)
     torch.testing.assert_close(loss.double(), expected)
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight, bias)), gradients)
     head = LMHead(DIM, VOCAB, bias=True)
@@ -105,12 +98,12 @@ def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:
     def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=0.1)
 
-    compiled_loss = torch.compile(chunked_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    compiled_loss = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for token_loss in (None, own_loss):
         x, weight, labels = inputs()
         expected, found = (
-            torch.autograd.grad(function(x, weight, labels, chunk=chunk, token_loss=token_loss), (x, weight))
-            for function in (chunked_linear_cross_entropy, compiled_loss)
+            torch.autograd.grad(function(x, weight, labels, chunk=chunk, function=token_loss), (x, weight))
+            for function in (linear_cross_entropy, compiled_loss)
         )
         torch.testing.assert_close(found, expected)
 
@@ -129,7 +122,7 @@ def test_z_loss_and_its_gradients_match_torch(chunk: int, z_loss: float) -> None
     expected = z_loss_reference(x.double() @ weight.double().t(), labels, z_loss)
     assert expected > reference(x, weight, labels) + 100 * z_loss  # the term takes part
     gradients = torch.autograd.grad(expected / 19, (x, weight))
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, z_loss=z_loss)
+    loss = linear_cross_entropy(x, weight, labels, chunk=chunk, z_loss=z_loss)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), gradients)
 
@@ -139,7 +132,7 @@ def test_z_loss_of_logits_matches_torch() -> None:
     logits = (x @ weight.t()).detach().requires_grad_()
     exact = logits.detach().double().requires_grad_()
     expected = z_loss_reference(exact, labels, 0.1)
-    loss = chunked_linear_cross_entropy(logits, None, labels, z_loss=0.1)
+    loss = linear_cross_entropy(logits, None, labels, z_loss=0.1)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     (gradient,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, exact)[0], rtol=1e-5, atol=1e-6)
@@ -153,11 +146,11 @@ def test_soft_capped_logits_match_the_plain_formula(chunk: int, z_loss: float, b
     logits = 3.0 * torch.tanh(x.double() @ weight.double().t() / 3.0)  # the largest are above 10 without the cap
     expected = torch.autograd.grad(z_loss_reference(logits, labels, z_loss) / 19, (x, weight))
     options: Any = dict(z_loss=z_loss, soft_cap=3.0)
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, backend=backend, **options)
+    loss = linear_cross_entropy(x, weight, labels, chunk=chunk, backend=backend, **options)
     torch.testing.assert_close(loss.double(), z_loss_reference(logits, labels, z_loss))
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
     products = (x @ weight.t()).detach().requires_grad_()
-    of_logits = chunked_linear_cross_entropy(products, None, labels, **options)
+    of_logits = linear_cross_entropy(products, None, labels, **options)
     torch.testing.assert_close(of_logits, loss)
     (found,) = torch.autograd.grad(of_logits / 19, products)
     torch.testing.assert_close((found @ weight).detach(), expected[0])
@@ -193,8 +186,8 @@ def test_without_gradients_there_is_no_z_loss() -> None:
     x, weight, labels = inputs()
     with torch.no_grad():
         for args in ((x, weight), (x @ weight.t(), None)):
-            found = chunked_linear_cross_entropy(*args, labels, chunk=7, z_loss=0.1)
-            assert torch.equal(found, chunked_linear_cross_entropy(*args, labels, chunk=7))
+            found = linear_cross_entropy(*args, labels, chunk=7, z_loss=0.1)
+            assert torch.equal(found, linear_cross_entropy(*args, labels, chunk=7))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -203,21 +196,21 @@ def test_compiled_matches_eager(backend: str, dtype: torch.dtype, z_loss: float)
     torch._dynamo.reset()
     compiled.cache_clear()
     x, weight, labels = inputs(dtype)
-    eager = chunked_linear_cross_entropy(x, weight, labels, chunk=7, z_loss=z_loss)
+    eager = linear_cross_entropy(x, weight, labels, chunk=7, z_loss=z_loss)
     expected = torch.autograd.grad(eager / 19, (x, weight))
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
+    loss = linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
     torch.testing.assert_close(loss, eager)
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
     with torch.no_grad():  # without z-loss
-        found = chunked_linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
-    torch.testing.assert_close(found, chunked_linear_cross_entropy(x, weight, labels, chunk=7))
+        found = linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
+    torch.testing.assert_close(found, linear_cross_entropy(x, weight, labels, chunk=7))
 
 
 def test_loss_of_logits_matches_torch() -> None:
     x, weight, labels = inputs()
     logits = (x @ weight.t()).detach().requires_grad_()
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    for loss in (cross_entropy_sum(logits, labels), chunked_linear_cross_entropy(logits, None, labels)):
+    for loss in (linear_cross_entropy(logits, None, labels),):
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(
             torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits, retain_graph=True)
@@ -226,7 +219,7 @@ def test_loss_of_logits_matches_torch() -> None:
 
 def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
     x, weight, labels = inputs()
-    loss = chunked_linear_cross_entropy(x, weight, torch.full_like(labels, IGNORE), chunk=5)
+    loss = linear_cross_entropy(x, weight, torch.full_like(labels, IGNORE), chunk=5)
     loss.backward()
     assert loss.item() == 0.0
     assert x.grad is not None and weight.grad is not None
@@ -235,7 +228,7 @@ def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
 
 def test_huge_logits_do_not_overflow() -> None:
     x, weight, labels = inputs()
-    loss = chunked_linear_cross_entropy(x * 1e4, weight, labels, chunk=7)
+    loss = linear_cross_entropy(x * 1e4, weight, labels, chunk=7)
     torch.testing.assert_close(loss.double(), reference(x * 1e4, weight, labels), rtol=1e-5, atol=0)
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (x, weight)))
 
@@ -244,8 +237,8 @@ def test_huge_logits_do_not_overflow() -> None:
 def test_in_bfloat16_the_scale_is_not_rounded(scale: float) -> None:
     """In bfloat16, 1/3000 has an error of 0.2%; unbiased rounding of the gradients has a mean error far below that."""
     x, weight, labels = inputs(torch.bfloat16)
-    once = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels), weight)[0].float()
-    scaled = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels) * scale, weight)[0].float()
+    once = torch.autograd.grad(linear_cross_entropy(x, weight, labels), weight)[0].float()
+    scaled = torch.autograd.grad(linear_cross_entropy(x, weight, labels) * scale, weight)[0].float()
     assert (scaled * once).sum() / once.square().sum() == pytest.approx(scale, rel=3e-4)
 
 
@@ -266,9 +259,9 @@ def test_buffers_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, master: torch.dtype, chunk: int, expected: list[torch.dtype]
 ) -> None:
     """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
-    monkeypatch.setattr("titanlike.losses.cross_entropy.BLOCK_ROWS", 16)
+    monkeypatch.setattr("titanlike.losses.chunked.BLOCK_ROWS", 16)
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
-    head.loss = HeadLoss(chunk=chunk)
+    head.loss = CrossEntropy(chunk=chunk)
     if dtype != master:
         apply_mixed_precision(head, dtype, cast_forward_inputs=False)
     with TensorsOfSize(320 * 8) as made:
@@ -283,17 +276,17 @@ def test_a_float32_weight_gets_a_gradient_that_is_not_rounded(head_class: Any) -
     head = LMHead(DIM, VOCAB, bias=False) if head_class is LMHead else TiedLMHead(nn.Embedding(VOCAB, DIM))
     with torch.no_grad():
         head.weight.copy_(weight)
-    head.loss = HeadLoss(chunk=7)
+    head.loss = CrossEntropy(chunk=7)
     assert head(x).dtype == torch.bfloat16
     (found,) = torch.autograd.grad(head(x, labels) / 19, head.weight)
-    (expected,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19, weight)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels, chunk=7) / 19, weight)
     assert torch.equal(found.bfloat16(), expected)
     assert not torch.equal(found, expected.float())
 
 
 def test_a_second_backward_pass_without_retain_graph_is_refused() -> None:
     x, weight, labels = inputs(torch.bfloat16)
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7)
+    loss = linear_cross_entropy(x, weight, labels, chunk=7)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -301,7 +294,7 @@ def test_a_second_backward_pass_without_retain_graph_is_refused() -> None:
 
 def test_a_split_backward_pass_gets_the_same_gradients_twice() -> None:
     x, weight, labels = inputs()
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7, retain_graph=True) / 19
+    loss = linear_cross_entropy(x, weight, labels, chunk=7, retain_graph=True) / 19
     (for_x,) = torch.autograd.grad(loss, x, retain_graph=True)
     (for_weight,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close((for_x, for_weight), torch.autograd.grad(reference(x, weight, labels) / 19, (x, weight)))
@@ -362,10 +355,10 @@ def test_the_full_logits_never_exist() -> None:
         torch.zeros(512),
     )
     with LargestTensor() as largest:
-        chunked_linear_cross_entropy(x, weight, labels.long(), chunk=16).backward()
+        linear_cross_entropy(x, weight, labels.long(), chunk=16).backward()
     assert largest.numbers == 512 * 8  # the hidden states; the full logits would be 512 * 64
     with LargestTensor() as largest:
-        chunked_linear_cross_entropy(x, weight, labels.long()).backward()
+        linear_cross_entropy(x, weight, labels.long()).backward()
     assert largest.numbers == 512 * 64
 
 
@@ -397,10 +390,10 @@ def test_compiled_in_place_loss_allocates_no_copy(dtype: torch.dtype, z_loss: fl
 def test_without_grad_no_gradients_are_computed() -> None:
     x, weight, labels = inputs()
     with torch.no_grad(), Operations() as operations:
-        chunked_linear_cross_entropy(x, weight, labels, chunk=12)
+        linear_cross_entropy(x, weight, labels, chunk=12)
     assert operations.counts["mm"] == 2  # one per chunk
     with Operations() as operations:
-        chunked_linear_cross_entropy(x, weight, labels, chunk=12).backward()
+        linear_cross_entropy(x, weight, labels, chunk=12).backward()
     assert operations.counts["mm"] + operations.counts["addmm_"] == 6
 
 
@@ -409,4 +402,4 @@ def test_a_loss_of_ones_own_does_not_replace_those_of_further_tokens() -> None:
     with pytest.raises(
         UserError, match=r"model\.num_mtp_layers adds cross-entropies of further tokens, which the loss does not"
     ):
-        check_loss(model, cross_entropy_sum, 0.0, torch.device("cpu"))
+        check_loss(model, F.cross_entropy, 0.0, torch.device("cpu"))

@@ -25,9 +25,10 @@ from titanlike.data.batches.masked_tokens import MaskedSource, mask_token
 from titanlike.data.batches.packed_dataset import PackedDataset, ShuffledMixture
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.losses import IGNORE
+from titanlike.losses.accuracy import LossAndAccuracy
 from titanlike.models.layers import TiedLMHead
-from titanlike.losses.cross_entropy import IGNORE
-from titanlike.losses.accuracy import LossAndAccuracy, loss_and_accuracy
+from titanlike.run.masked_tokens import loss_and_accuracy
 from titanlike.run.preflight import check_recipe
 
 MASK = 257  # of the byte tokenizer: the first token that it does not have

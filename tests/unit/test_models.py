@@ -17,7 +17,9 @@ from tests.interop import models
 from titanlike.config import UserError
 from titanlike.config.base import section
 from titanlike.config.finetune import Lora
-from titanlike.models import layers, loss, registry
+from titanlike.losses.chunked import Logits, scaled
+from titanlike.losses.cross_entropy import cross_entropy_inplace
+from titanlike.models import layers, registry
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.bert_config import BertConfig
 from titanlike.models.configs import all_configs
@@ -206,11 +208,11 @@ IN_FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
     "rotary embeddings": lambda x: apply_rope(
         x.view(2, 4, 8, 8), rotary_angles(TINY_LLAMA, torch.arange(100, 108)[None]), 0.7
     ),
-    "soft cap": lambda x: loss.soft_capped(x, 3.0),
+    "soft cap": lambda x: Logits(x, soft_cap=3.0).bounded(),
     "logits of experts": lambda x: filled(Router(dataclasses.replace(TINY_QWEN3_MOE, router_scale=2.4)))(x).weights,
     "selected experts": lambda x: filled(Router(TINY_DEEPSEEK_V3))(x).indices,
-    "loss": lambda x: loss.token_losses_inplace(x.flatten(0, 1).clone(), LABELS, None, 0.1, 3.0)[0],
-    "scaled gradient": lambda x: loss.scaled(x.flatten(0, 1), torch.tensor(1 / 3), x.dtype),
+    "loss": lambda x: cross_entropy_inplace(x.flatten(0, 1).clone(), LABELS, None, 0.1, 3.0, reduction="none")[0],
+    "scaled gradient": lambda x: scaled(x.flatten(0, 1), torch.tensor(1 / 3), x.dtype),
 }
 
 

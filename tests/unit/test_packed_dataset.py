@@ -24,7 +24,7 @@ from titanlike.data.batches.packed_dataset import (
 from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled, shuffled_epochs
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])

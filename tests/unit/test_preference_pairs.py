@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.losses import linear_cross_entropy
 from tests.preferences import write_pairs
 from tests.training import changed
 from titanlike.config import UserError, load
@@ -23,9 +24,9 @@ from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
 from titanlike.data.tokens.pairs import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE, chunked_linear_cross_entropy
-from titanlike.models.moe_config import Qwen3MoeConfig
+from titanlike.losses import IGNORE
 from titanlike.losses.preferences import Answers, preference_loss
+from titanlike.models.moe_config import Qwen3MoeConfig
 from titanlike.run.preflight import check_recipe
 
 EOS = 256
@@ -230,18 +231,18 @@ def test_the_losses_of_tokens_and_their_gradients_are_those_of_torch(chunk: int,
 
     expected = reference(x, weight)
     gradients = torch.autograd.grad((expected * scale).sum(), (x, weight))
-    losses = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
+    losses = linear_cross_entropy(x, weight, labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
     assert losses.shape == (2, 9) and (losses[0, 3:5] == 0).all()
     torch.testing.assert_close(losses.double(), expected)
     for found, wanted in zip(torch.autograd.grad((losses * scale).sum(), (x, weight)), gradients, strict=True):
         torch.testing.assert_close(found, wanted)
     # Without a weight, x are the logits; with a frozen one, only x has a gradient.
     logits = (x @ weight.t()).detach().requires_grad_()
-    whole = chunked_linear_cross_entropy(logits, None, labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
+    whole = linear_cross_entropy(logits, None, labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
     torch.testing.assert_close(whole, losses)
     (found,) = torch.autograd.grad((whole * scale).sum(), logits)
     torch.testing.assert_close(found @ weight, gradients[0])
-    frozen = chunked_linear_cross_entropy(x, weight.detach(), labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
+    frozen = linear_cross_entropy(x, weight.detach(), labels, chunk=chunk, soft_cap=soft_cap, reduction="none")
     torch.testing.assert_close(torch.autograd.grad((frozen * scale).sum(), x)[0], gradients[0])
 
 

@@ -19,7 +19,7 @@ from titanlike.data.batches.seq2seq import PackedTextPairs, pack_two
 from titanlike.data.batches.span_corruption import random_segments, sentinels, shifted_right
 from titanlike.data.tokens.chats import TokenizedChats, concatenate
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.run.preflight import check_recipe
 
 BYTES = build_tokenizer(Tokenizer())

@@ -26,7 +26,7 @@ from titanlike.data.tokens import token_files
 from titanlike.data.tokens.datasets import check_shards, open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.run.preflight import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
+from titanlike.losses.chunked import Logits
 from titanlike.models.layers import LMHead, head_output
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
 from titanlike.utils.modules import rebuild, replace_modules, without_owner
@@ -128,8 +129,9 @@ class Float8Head(LMHead):
 
     matmul: Float8Matmul
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
-        return head_output(self, self.matmul(x, self.weight), None, labels, auxiliary)
+    def forward(self, x: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:  # type: ignore[override]
+        logits = Logits(self.matmul(x, self.weight), None, self.bias, self.soft_cap)
+        return head_output(self, logits, labels, options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, matmul={self.matmul}"

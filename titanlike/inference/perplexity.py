@@ -17,7 +17,8 @@ from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator, Tokenizer
 from titanlike.distributed import collectives
 from titanlike.inference.logits import check_finite, round_up, sequence_multiple
-from titanlike.losses.cross_entropy import IGNORE, means_of, num_valid
+from titanlike.losses import IGNORE
+from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import Pipeline

@@ -1,49 +1,31 @@
 """The loss of distillation: the KL divergence between the predictions of a teacher and of a student, beside the cross-entropy.
 
-The logits of both models exist for one chunk of tokens at a time. The gradient is computed together with the loss, in place of
-the student's logits, as in `losses/cross_entropy.py`.
+The logits of both models exist for one chunk of tokens at a time.
 
 Shapes: B sequences, T tokens, N tokens of a micro-batch or a chunk, V vocabulary, or this rank's shard of it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlike.config.distill import Distillation
-from titanlike.models.layers import set_loss
-from titanlike.losses.cross_entropy import IGNORE, HeadLoss, add_product, compiled, scaled
-from titanlike.utils.compat import all_reduce
-from titanlike.utils.modules import without_owner
-
-if TYPE_CHECKING:
-    from titanlike.losses.top_k import TopK
+from titanlike.losses import IGNORE
+from titanlike.losses.chunked import Logits, Sums, chunked_loss, compiled, first_token, reduced, slices, soft_capped
+from titanlike.losses.cross_entropy import CrossEntropy
+from titanlike.losses.top_k import TopK, top_k_loss
 
 
-@dataclass(frozen=True)
-class TeacherLogits:
-    """What the logits of a teacher are computed from."""
-
-    x: Tensor  # hidden states (B, T, D) of its LM head or, without a weight, logits (B, T, V)
-    weight: Tensor | None  # of its LM head (V, D)
-    soft_cap: float
-
-
-class HiddenStates:
+class KeptLogits:
     """In place of a loss, keeps what an LM head computes its logits from."""
 
-    found: TeacherLogits | None = None
+    found: Logits | None = None
 
-    def __call__(
-        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
-    ) -> Tensor:
-        assert bias is None  # only heads of encoders have one
-        self.found = TeacherLogits(x, weight, soft_cap)
-        return x.new_zeros(())
+    def __call__(self, logits: Logits, labels: Tensor) -> Tensor:
+        self.found = logits
+        return logits.x.new_zeros(())
 
 
 class DistillationLoss:
@@ -53,78 +35,64 @@ class DistillationLoss:
     forward pass, `sums` has the KL divergence and the cross-entropy, summed over the valid labels.
     """
 
-    def __init__(self, head_loss: HeadLoss, section: Distillation) -> None:
-        self.head_loss, self.section = head_loss, section
-        self.teacher: TeacherLogits | TopK | None = None
+    def __init__(self, section: Distillation, cross_entropy: CrossEntropy) -> None:
+        self.section, self.cross_entropy = section, cross_entropy
+        self.teacher: Logits | TopK | None = None
         self.sums: Tensor | None = None
 
-    def __call__(
-        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
-    ) -> Tensor:
-        assert bias is None  # only heads of encoders have one
+    def __call__(self, logits: Logits, labels: Tensor) -> Tensor:
         if self.teacher is None:
-            return self.head_loss(x, weight, labels, soft_cap)
-        loss, self.sums = distillation_loss(
-            self.section, x, weight, labels, self.teacher, soft_cap=soft_cap, chunk=self.head_loss.chunk,
-            vocab_group=self.head_loss.vocab_group, backend=self.head_loss.backend,
-        )  # fmt: skip
+            return self.cross_entropy(logits, labels)
+        loss, self.sums = distillation_loss(self.section, logits, labels, self.teacher, self.cross_entropy)
         return loss
-
-
-def set_distillation_loss(model: nn.Module, section: Distillation) -> DistillationLoss:
-    """Replaces the loss of a model, which `parallelize` has set, and returns the new one."""
-    head: Any = without_owner(model.get_submodule("output"))
-    loss = DistillationLoss(head.loss, section)
-    set_loss(model, loss)
-    return loss
 
 
 def distillation_loss(
     section: Distillation,
-    x: Tensor,
-    weight: Tensor | None,
+    logits: Logits,
     labels: Tensor,
-    teacher: "TeacherLogits | TopK",
-    *,
-    soft_cap: float = 0.0,
-    chunk: int = 0,
-    vocab_group: dist.ProcessGroup | None = None,
-    backend: str = "",
+    teacher: Logits | TopK,
+    options: CrossEntropy,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of the logits `x @ weight.T`, summed over the valid labels, and the sums (2,) of the KL divergence and of
-    the cross-entropy, which have no gradient.
+    """Returns the loss, summed over the valid labels, and the sums (2,) of the KL divergence and of the cross-entropy, which have
+    no gradient.
 
-    The other arguments are those of `chunked_linear_cross_entropy`.
+    Args:
+        options: its `chunk`, `vocab_group` and `backend` are those of the loss.
     """
-    options: dict[str, Any] = dict(
-        vocab_group=vocab_group,
+    of_tokens = labels.flatten()
+    settings: dict[str, Any] = dict(
+        vocab_group=options.vocab_group,
         reverse=section.loss == "reverse_kl",
         temperature=section.temperature,
         label_weight=section.label_weight,
     )
-    valid_labels = labels.flatten()
-    if isinstance(teacher, TeacherLogits):
-        inplace = compiled(distillation_loss_inplace, backend)
-        targets, soft_caps = teacher.x.flatten(0, -2), (soft_cap, teacher.soft_cap)
-        of_teacher = None if teacher.weight is None else teacher.weight.to(targets.dtype)
+    if isinstance(teacher, Logits):
+        inplace = compiled(distillation_loss_inplace, options.backend)
+        soft_caps = logits.soft_cap, teacher.soft_cap
+        hidden = teacher.x.flatten(0, -2)
+        weight = None if teacher.weight is None else teacher.weight.to(hidden.dtype)
 
-        def compute(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            teacher_logits = targets[rows] if of_teacher is None else targets[rows] @ of_teacher.t()
-            return logits, inplace(logits, teacher_logits, valid_labels[rows], soft_caps=soft_caps, **options)
+        def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor], Tensor]:
+            of_teacher = hidden[rows] if weight is None else hidden[rows] @ weight.t()
+            sums = inplace(values, of_teacher, of_tokens[rows], soft_caps=soft_caps, **settings)
+            return (sums,), values
     else:
-        from titanlike.losses.top_k import top_k_loss
-
-        function = compiled(top_k_loss, backend)
+        function = compiled(top_k_loss, options.backend)
         ids, log_probs = teacher.ids.flatten(0, -2).long(), teacher.log_probs.flatten(0, -2)
 
-        def compute(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            of_rows = (ids[rows], log_probs[rows], valid_labels[rows])
-            found: tuple[Tensor, Tensor] = function(logits, *of_rows, soft_cap=soft_cap, **options)
-            return found
+        def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor], Tensor]:
+            targets = ids[rows], log_probs[rows], of_tokens[rows]
+            gradient, sums = function(values, *targets, soft_cap=logits.soft_cap, **settings)
+            return (sums,), gradient
 
-    x = x.flatten(0, -2)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-    loss, sums = _ChunkedDistillation.apply(x, weight, chunk or x.shape[0], compute, section.weights, needs_grad)
+    def finish(found: Sums) -> Sums:
+        [sums] = found
+        assert sums is not None
+        return section.weights[0] * sums[0] + section.weights[1] * sums[1], sums
+
+    loss, sums = chunked_loss(logits, compute, slices(0, len(of_tokens), options.chunk), finish=finish)
+    assert loss is not None and sums is not None
     return loss, sums
 
 
@@ -143,27 +111,21 @@ def distillation_loss_inplace(
     logits with the gradient of the loss."""
     valid = (labels != IGNORE)[:, None]
 
-    def capped(values: Tensor, cap: float) -> Tensor:
-        return (values.float() / cap).tanh() * cap if cap else values.float()
-
     # Each pass computes again what it needs: compiled, no copy of the logits in float32 is written to memory.
     def student() -> Tensor:
-        return capped(logits, soft_caps[0]) - largest[:, :1]
+        return soft_capped(logits, soft_caps[0]) - largest[:, :1]
 
     def teacher() -> Tensor:
-        return capped(teacher_logits, soft_caps[1]) - largest[:, 1:]
+        return soft_capped(teacher_logits, soft_caps[1]) - largest[:, 1:]
 
     def sums_of(*terms: Tensor) -> Tensor:
-        return reduced("sum", *(term.sum(-1, keepdim=True) for term in terms))
-
-    def reduced(operation: str, *columns: Tensor) -> Tensor:
-        together = torch.cat(columns, -1)
-        return together if vocab_group is None else all_reduce(together, operation, vocab_group)
+        return reduced(torch.cat([term.sum(-1, keepdim=True) for term in terms], -1), "sum", vocab_group)
 
     maxima = [
-        capped(each, cap).amax(-1, keepdim=True) for each, cap in zip((logits, teacher_logits), soft_caps, strict=True)
+        soft_capped(each, cap).amax(-1, keepdim=True)
+        for each, cap in zip((logits, teacher_logits), soft_caps, strict=True)
     ]
-    largest = reduced("max", *maxima)  # (N, 2), for numerical stability
+    largest = reduced(torch.cat(maxima, -1), "max", vocab_group)  # (N, 2), for numerical stability
     softened = temperature != 1.0
     terms = [(student() / temperature).exp(), (teacher() / temperature).exp()]
     totals = sums_of(*terms, *([student().exp()] if softened else [])).log()
@@ -179,7 +141,7 @@ def distillation_loss_inplace(
     def teacher_probs() -> Tensor:
         return (teacher() / temperature - of_teacher).exp()
 
-    first = dist.get_rank(vocab_group) * logits.shape[-1] if vocab_group is not None else 0
+    first = first_token(logits, vocab_group)
     # A mask, not a gather, which torch 2.11's inductor may run after the last pass.
     is_label = torch.arange(first, first + logits.shape[-1], device=logits.device) == labels[:, None]
     divergence = student_probs() * log_ratio() if reverse else teacher_probs() * -log_ratio()
@@ -193,47 +155,3 @@ def distillation_loss_inplace(
         gradient = gradient * (1.0 - (logits.float() / soft_caps[0]).tanh().square())
     logits.copy_(gradient.where(valid, 0.0))
     return torch.cat((divergence, of_labels - label_logits), -1).where(valid, 0.0).sum(0)
-
-
-class _ChunkedDistillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        chunk: int,
-        compute: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-        weights: Sequence[float],
-        needs_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        compute_weight = None if weight is None else weight.to(x.dtype)
-        sums = torch.zeros(2, device=x.device)
-        x_grad = weight_grad = None
-        if needs_grad:
-            # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
-            x_grad = torch.zeros_like(x)
-            if weight is not None and weight.requires_grad:
-                # A sum of many chunks stops growing in bfloat16.
-                dtype = torch.float32 if x.shape[0] > chunk else weight.dtype
-                weight_grad = torch.zeros_like(weight, dtype=dtype)
-        for first in range(0, x.shape[0], chunk):
-            rows = slice(first, first + chunk)
-            logits = x[rows].clone() if compute_weight is None else x[rows] @ compute_weight.t()
-            gradient, of_chunk = compute(logits, rows)
-            sums += of_chunk
-            if x_grad is not None:
-                x_grad[rows] = gradient if compute_weight is None else gradient @ compute_weight
-            if weight_grad is not None:
-                add_product(weight_grad, gradient.t(), x[rows])
-            del logits, gradient  # before those of the next chunk are allocated
-        ctx.dtype = None if weight is None else weight.dtype
-        ctx.save_for_backward(x_grad, weight_grad)
-        ctx.mark_non_differentiable(sums)
-        return weights[0] * sums[0] + weights[1] * sums[1], sums
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad, weight_grad = ctx.saved_tensors
-        x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=True)
-        weight_grad = None if weight_grad is None else scaled(weight_grad, scale, ctx.dtype, inplace=True)
-        return x_grad, weight_grad, *[None] * 4

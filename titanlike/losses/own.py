@@ -3,20 +3,62 @@
 Shapes: N tokens, V vocabulary, or this rank's shard of it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.models.layers import set_loss
-from titanlike.losses.cross_entropy import IGNORE, HeadLoss, TokenLoss
+from titanlike.distributed.autograd_collectives import gather
+from titanlike.losses import IGNORE
+from titanlike.losses.chunked import Logits, chunked_loss, slices, soft_capped
+from titanlike.losses.cross_entropy import CrossEntropy
+
+# (logits (N, V) in float32, labels (N,)) -> the sum of the losses of the valid labels. See docs/copy.md.
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def check_loss(model: nn.Module, loss: TokenLoss, z_loss: float, device: torch.device) -> None:
-    """Raises `UserError` if a loss cannot replace the cross-entropy."""
-    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
+@dataclass(frozen=True)
+class OwnLoss(CrossEntropy):
+    """A loss that replaces the cross-entropy where gradients are enabled. There are no chunks of logits that are given, or
+    where `torch.compile` traces it.
+
+    Args:
+        function: takes the bounded logits of a chunk, with the full vocabulary.
+    """
+
+    function: LossFunction
+
+    def __call__(self, logits: Logits, labels: Tensor, **options: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().__call__(logits, labels, **options)
+        assert not (self.z_loss or options) and self.reduction == "sum"
+        of_tokens = labels.flatten()
+
+        def loss_of(values: Tensor, rows: slice) -> Tensor:
+            # The ranks that share the vocabulary all-gather it, and each computes the same.
+            values = values if self.vocab_group is None else gather(values, 1, self.vocab_group)
+            return self.function(soft_capped(values, logits.soft_cap), of_tokens[rows])
+
+        if logits.weight is None or torch.compiler.is_compiling():
+            return loss_of(logits.compute().flatten(0, -2), slice(None))
+
+        @torch.enable_grad()
+        def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor], Tensor]:
+            values = values.detach().requires_grad_()
+            loss = loss_of(values, rows)
+            return (loss.detach(),), torch.autograd.grad(loss, values)[0]
+
+        chunks = slices(0, len(of_tokens), self.chunk)
+        (loss,) = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
+        assert loss is not None
+        return loss
+
+
+def check_loss(model: nn.Module, loss: LossFunction, z_loss: float, device: torch.device) -> None:
+    """Raises `UserError` if a loss cannot replace the cross-entropy of a model with an `LMHead`."""
     if z_loss:
         raise UserError(
             f"training.z_loss = {z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
@@ -27,44 +69,23 @@ def check_loss(model: nn.Module, loss: TokenLoss, z_loss: float, device: torch.d
             "model.num_mtp_layers adds cross-entropies of further tokens, which the loss does not replace; set it to 0"
         )
     head: Any = model.get_submodule("output")
-    check_token_loss(loss, head.weight.shape[0], device)
+    check_function(loss, head.weight.shape[0], device)
 
 
-def check_token_loss(token_loss: TokenLoss, vocab_size: int, device: torch.device) -> None:
+def check_function(function: LossFunction, vocab_size: int, device: torch.device) -> None:
     """Raises `UserError` unless the loss is a sum over the valid labels, which chunks, micro-batches and ranks rely on."""
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     labels = torch.tensor([0, vocab_size - 1, IGNORE], device=device)
-    loss = token_loss(logits, labels)
+    loss = function(logits, labels)
     if loss.shape != () or not loss.requires_grad:
         raise UserError(
             f"the loss returns a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a gradient; "
             "return the sum of the losses of the tokens, a scalar that autograd can differentiate, for example with reduction='sum'"
         )
-    each = [token_loss(logits[row : row + 1], labels[row : row + 1]).item() for row in range(2)]
+    each = [function(logits[row : row + 1], labels[row : row + 1]).item() for row in range(2)]
     if not abs(loss.item() - sum(each)) <= 1e-3 * sum(map(abs, each)):
         raise UserError(
             f"the loss of one token is {each[0]:.6g}, of another {each[1]:.6g} and of both, with a third whose label is {IGNORE}, "
             f"{loss.item():.6g}; return the sum over the labels that are not {IGNORE}, for example with reduction='sum', which the "
             "program divides by their number in the global batch"
         )
-
-
-def full_vocab_loss(
-    token_loss: TokenLoss, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, soft_cap: float
-) -> Tensor:
-    """Returns a user's loss of logits (N, V). The ranks of `vocab_group` all-gather the vocabulary, and each computes the same."""
-    if vocab_group is not None:
-        from titanlike.distributed.autograd_collectives import gather
-
-        logits = gather(logits, 1, vocab_group)
-    logits = logits.float()
-    return token_loss((logits / soft_cap).tanh() * soft_cap if soft_cap else logits, labels)
-
-
-@torch.enable_grad()
-def loss_and_gradient(token_loss: TokenLoss, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Returns `full_vocab_loss` and the gradient of the logits."""
-    logits = logits.detach().requires_grad_()
-    loss = full_vocab_loss(token_loss, logits, *others)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return loss.detach(), gradient

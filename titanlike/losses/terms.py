@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from titanlike.distributed.collectives import sum_dtype
-from titanlike.losses.cross_entropy import num_valid
 
 Z_LOSS, BALANCE_LOSS, MTP_LOSS = "z_loss", "balance_loss", "mtp_loss"
 
@@ -28,18 +27,6 @@ class LossTerms:
         if self.sums is None:
             self.sums = torch.zeros(len(self.names), 2, device=total.device, dtype=sum_dtype(total.device))
         self.sums[self.names.index(name)] += torch.stack((total.detach().float(), num_labels.float()))
-
-    def add_of_head(
-        self, labels: Tensor, num_auxiliary: int, z_loss: Tensor | None, of_auxiliary: Tensor | None
-    ) -> None:
-        """Adds the z-loss of labels (B, T), and the cross-entropy of the auxiliary sequences at their end. The gradient of these is
-        normalized by the labels of the others."""
-        num_main = len(labels) - num_auxiliary
-        num_labels = num_valid(labels[:num_main])
-        if z_loss is not None:
-            self.add(Z_LOSS, z_loss, num_labels)
-        if of_auxiliary is not None:
-            self.add(MTP_LOSS, of_auxiliary, num_labels * (num_auxiliary // num_main))
 
     def reset(self) -> None:
         """Forgets the sums, after a step of the optimizer."""

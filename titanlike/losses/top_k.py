@@ -6,15 +6,14 @@ It is not larger than that over the vocabulary, and equal to it if K is the voca
 Shapes: N tokens of a micro-batch or a chunk, V vocabulary, or this rank's shard of it, K likeliest tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.losses.distillation import TeacherLogits
-from titanlike.losses.cross_entropy import IGNORE
-from titanlike.utils.compat import all_reduce
+from titanlike.losses import IGNORE
+from titanlike.losses.chunked import Logits, first_token, reduced, slices, soft_capped
 
 SMALLEST = 1e-30  # probability of all other tokens: its logarithm has to be finite
 
@@ -27,21 +26,14 @@ class TopK:
     log_probs: Tensor  # (B, T, K + 1): at the temperature of the loss, of these and of all others together
 
 
-def top_k_of(
-    teacher: TeacherLogits, k: int, temperature: float, chunk: int, vocab_group: dist.ProcessGroup | None
-) -> TopK:
+def top_k_of(teacher: Logits, k: int, temperature: float, chunk: int, vocab_group: dist.ProcessGroup | None) -> TopK:
     """Returns the likeliest tokens of a batch, computed for `chunk` tokens at a time (0: all)."""
     x = teacher.x.flatten(0, -2)
-    weight = None if teacher.weight is None else teacher.weight.to(x.dtype)
     ids, log_probs = [], []
-    for first in range(0, x.shape[0], chunk or x.shape[0]):
-        rows = x[first : first + (chunk or x.shape[0])]
-        logits = (rows if weight is None else rows @ weight.t()).float()
-        if teacher.soft_cap:
-            logits = (logits / teacher.soft_cap).tanh() * teacher.soft_cap
-        logits = logits / temperature
+    for rows in slices(0, len(x), chunk):
+        logits = soft_capped(replace(teacher, x=x[rows]).compute(), teacher.soft_cap) / temperature
         values, places = logits.topk(min(k, logits.shape[-1]))
-        tokens = places + _first_token(logits, vocab_group)
+        tokens = places + first_token(logits, vocab_group)
         if vocab_group is not None:
             values, tokens = (_gather(each, vocab_group) for each in (values, tokens))
             values, order = values.topk(k)
@@ -75,19 +67,17 @@ def top_k_loss(
     logits = logits.float()
     bound = (logits / soft_cap).tanh() if soft_cap else None
     logits = logits if bound is None else bound * soft_cap
-    largest = logits.amax(-1, keepdim=True)
-    largest = largest if vocab_group is None else all_reduce(largest, "max", vocab_group)
-    logits = logits - largest
+    logits = logits - reduced(logits.amax(-1, keepdim=True), "max", vocab_group)
     of_labels = _sum(logits.exp(), vocab_group).log()
     scaled = logits / temperature
     probs = (scaled - _sum(scaled.exp(), vocab_group).log()).exp()
-    first = _first_token(logits, vocab_group)
+    first = first_token(logits, vocab_group)
     # Of tokens that another rank has, the place is one after the last.
     size = logits.shape[-1]
     places = (ids - first).where((ids >= first) & (ids < first + size), size)
     is_among = _is_among(ids, logits, vocab_group)
     kept = torch.cat((probs, probs.new_zeros(len(probs), 1)), -1).gather(-1, places)
-    kept = kept if vocab_group is None else all_reduce(kept, "sum", vocab_group)
+    kept = reduced(kept, "sum", vocab_group)
     rest = _sum(probs.masked_fill(is_among, 0.0), vocab_group)
     of_student = torch.cat((kept, rest), -1).clamp(min=SMALLEST)  # (N, K + 1)
     ratios = of_student.log() - log_probs
@@ -109,18 +99,13 @@ def top_k_loss(
     return gradient.where(valid, 0.0).to(dtype), sums
 
 
-def _first_token(logits: Tensor, vocab_group: dist.ProcessGroup | None) -> int:
-    return 0 if vocab_group is None else dist.get_rank(vocab_group) * logits.shape[-1]
-
-
 def _sum(values: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
-    total = values.sum(-1, keepdim=True)
-    return total if vocab_group is None else all_reduce(total, "sum", vocab_group)
+    return reduced(values.sum(-1, keepdim=True), "sum", vocab_group)
 
 
 def _is_among(ids: Tensor, logits: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
     """Whether a column of logits (N, V) is one of the tokens (N, K)."""
-    first, size = _first_token(logits, vocab_group), logits.shape[-1]
+    first, size = first_token(logits, vocab_group), logits.shape[-1]
     places = (ids - first).where((ids >= first) & (ids < first + size), size)
     found = torch.zeros(len(ids), size + 1, dtype=torch.bool, device=logits.device)
     return found.scatter(-1, places, torch.ones_like(places, dtype=torch.bool))[:, :size]

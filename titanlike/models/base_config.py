@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from titanlike.config.base import UserError, divisors, one_of, validate
 
-IGNORE = -100  # label of a token that does not contribute to the loss; here, because data is prepared without torch
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
 
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.distributed.collectives import all_reduce_sum
+from titanlike.losses import IGNORE
+from titanlike.losses.terms import BALANCE_LOSS, LossTerms
 from titanlike.models.clamped_swiglu import clamped_swiglu
 from titanlike.models.grouped_matmul import add_bias_of_group, grouped_matmul
-from titanlike.losses.cross_entropy import IGNORE
-from titanlike.losses.terms import BALANCE_LOSS, LossTerms
 from titanlike.models.moe_config import MoeConfig
 from titanlike.utils import compat
 from titanlike.utils.modules import without_owner

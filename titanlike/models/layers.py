@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.config import UserError
+from titanlike.losses.chunked import Logits
+from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
-from titanlike.losses.cross_entropy import HeadLoss, soft_capped
 from titanlike.utils.modules import without_owner
 
 # Scaled-dot-product-attention backends.
@@ -78,7 +79,7 @@ def attention_backend(name: str) -> Iterator[None]:
 
 
 class LMHead(nn.Linear):
-    """The output projection. Given labels, it returns their summed loss, and the full logits need not exist.
+    """The output projection. Given labels, it returns their loss, and the full logits need not exist.
 
     It casts its weight by itself: the loss accumulates the gradient of a float32 weight in the gradient's own buffer.
 
@@ -87,14 +88,14 @@ class LMHead(nn.Linear):
     """
 
     casts_parameters = True
-    loss = HeadLoss()
+    loss: Any = CrossEntropy()
 
     def __init__(self, dim: int, vocab_size: int, *, bias: bool = False, soft_cap: float = 0.0, **factory: Any) -> None:
         super().__init__(dim, vocab_size, bias=bias, **factory)
         self.soft_cap = soft_cap
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
-        return head_output(self, x, self.weight, labels, auxiliary)
+    def forward(self, x: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:  # type: ignore[override]
+        return head_output(self, Logits(x, self.weight, self.bias, self.soft_cap), labels, options)
 
 
 class TiedLMHead(nn.Module):
@@ -106,7 +107,7 @@ class TiedLMHead(nn.Module):
     """
 
     casts_parameters = True
-    loss = HeadLoss()
+    loss: Any = CrossEntropy()
 
     def __init__(self, embedding: nn.Embedding, *, bias: bool = False, soft_cap: float = 0.0) -> None:
         super().__init__()
@@ -119,8 +120,8 @@ class TiedLMHead(nn.Module):
         """The weight of the embedding."""
         return self.embedding[0].weight
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
-        return head_output(self, x, self.weight, labels, auxiliary)
+    def forward(self, x: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        return head_output(self, Logits(x, self.weight, self.bias, self.soft_cap), labels, options)
 
 
 def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
@@ -133,15 +134,10 @@ def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     cast(Any, head).loss = loss
 
 
-def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None, auxiliary: Any = None) -> Tensor:
-    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V).
+def head_output(head: Any, logits: Logits, labels: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Returns what an LM head returns: its logits (B, T, V), or the loss for labels.
 
-    `auxiliary` is that of `chunked_linear_cross_entropy`, which a loss of one's own need not have.
+    Args:
+        options: of the loss.
     """
-    bias = head.bias
-    if labels is not None:
-        options = {} if auxiliary is None else {"auxiliary": auxiliary}
-        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias, **options))
-    logits = x if weight is None else F.linear(x, weight.to(x.dtype))
-    logits = logits if bias is None else logits + bias.to(logits.dtype)
-    return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
+    return cast(Tensor, logits.bounded() if labels is None else head.loss(logits, labels, **options))

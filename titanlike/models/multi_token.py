@@ -62,5 +62,5 @@ def multi_token_loss(
         states.append(h)
     num_sequences = number * labels.shape[0]
     auxiliary = (num_sequences, config.mtp_loss_weight / number)
-    loss = model.output(torch.cat(states), torch.cat((labels, *next_labels.unbind(-1))), auxiliary)
+    loss = model.output(torch.cat(states), torch.cat((labels, *next_labels.unbind(-1))), auxiliary=auxiliary)
     return loss if counts is None or model.balance_loss is None else model.balance_loss(loss, counts, labels)

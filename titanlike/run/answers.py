@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanlike.data.batches.loader import Batch
 from titanlike.distributed import collectives
 from titanlike.distributed.autograd_collectives import all_reduce
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.losses.preferences import Answers
 from titanlike.parallelisms.context import gather_sequence
 from titanlike.parallelisms.mesh import Mesh

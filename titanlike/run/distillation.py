@@ -5,33 +5,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
-from titanlike.config.distill import RANDOM, DistillRecipe
+from titanlike.config.distill import RANDOM, Distillation, DistillRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import NO_SHARE, CheckpointWeights, Weights, open_weights
-from titanlike.losses.distillation import DistillationLoss, HiddenStates, TeacherLogits, set_distillation_loss
-from titanlike.models.layers import set_loss
+from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import means_of, num_valid
+from titanlike.losses.distillation import DistillationLoss, KeptLogits
+from titanlike.losses.top_k import TopK
+from titanlike.models.layers import set_loss
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
 from titanlike.run.second_model import build_frozen_model
+from titanlike.utils.modules import without_owner
 
-if TYPE_CHECKING:
-    from titanlike.losses.top_k import TopK
-
-Logits = Callable[[Batch], AbstractContextManager[TeacherLogits]]
-Targets = Callable[[Batch], "AbstractContextManager[TeacherLogits | TopK]"]
+TeacherLogits = Callable[[Batch], AbstractContextManager[Logits]]
+Targets = Callable[[Batch], AbstractContextManager[Logits | TopK]]
 
 
 def build_objective(
@@ -49,7 +49,7 @@ def build_objective(
     if weights:
         check_tokenizer(open_weights(Path(weights), verify_share=NO_SHARE), tokenizer)
 
-    def build_teacher() -> Logits:
+    def build_teacher() -> TeacherLogits:
         process_group.announce(f"building the teacher: {recipe.teacher.label()}")
         frozen = build_frozen_model(
             recipe.teacher, weights, recipe, mesh, parallelism, device, key="distillation.teacher", seed=seed
@@ -64,7 +64,7 @@ def build_objective(
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-        def likeliest(batch: Batch) -> AbstractContextManager["TopK"]:
+        def likeliest(batch: Batch) -> AbstractContextManager[TopK]:
             return nullcontext(of_batch(batch))
 
         targets: Targets = likeliest
@@ -72,6 +72,14 @@ def build_objective(
         targets = build_teacher()
     loss = set_distillation_loss(model, section)
     return Objective(loss, targets, section.weights, mesh, parallelism.gradient_sync)
+
+
+def set_distillation_loss(model: nn.Module, section: Distillation) -> DistillationLoss:
+    """Replaces the loss of a model, which `parallelize` has set, and returns the new one."""
+    head: Any = without_owner(model.get_submodule("output"))
+    loss = DistillationLoss(section, head.loss)
+    set_loss(model, loss)
+    return loss
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
@@ -95,7 +103,7 @@ class Teacher:
 
     def __init__(self, model: nn.Module, *, reshards: bool = True) -> None:
         """`reshards`: whether FSDP frees the weights of the LM head after they have been read."""
-        self.model, self.kept = model, HiddenStates()
+        self.model, self.kept = model, KeptLogits()
         set_loss(model, self.kept)
         self.head_unit: Any = None
         if reshards and isinstance(model, FSDPModule):
@@ -106,13 +114,13 @@ class Teacher:
             self.head_unit.set_reshard_after_forward(False, recurse=False)
 
     @contextmanager
-    def logits(self, batch: Batch) -> Iterator[TeacherLogits]:
+    def logits(self, batch: Batch) -> Iterator[Logits]:
         """Yields what the logits of a batch are computed from, and frees it after the context."""
         inputs = {name: value for name, value in batch.inputs.items() if name != "dropout_bits"}
         with torch.no_grad():
             self.model(**inputs, labels=batch.labels)
         try:
-            yield cast(TeacherLogits, self.kept.found)
+            yield cast(Logits, self.kept.found)
         finally:
             self.kept.found = None
             if self.head_unit is not None:

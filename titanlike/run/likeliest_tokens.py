@@ -20,7 +20,7 @@ from titanlike.data.batches.packed_dataset import SequenceDataset, Sequences
 from titanlike.data.documents.files import hash_of
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.distributed import collectives, process_group
-from titanlike.losses.distillation import TeacherLogits
+from titanlike.losses.chunked import Logits
 from titanlike.losses.top_k import TopK, top_k_of
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.loop import loop_settings
@@ -30,7 +30,7 @@ from titanlike.utils.system import cache_folder
 FORMAT = 1
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # the names in a batch, and of the files
 
-Logits = Callable[[Batch], AbstractContextManager[TeacherLogits]]
+TeacherLogits = Callable[[Batch], AbstractContextManager[Logits]]
 
 
 class WithTopK:
@@ -55,7 +55,12 @@ class WithTopK:
 
 
 def add_top_k(
-    recipe: DistillRecipe, mesh: Mesh, data: DataLoaders, initial: str, seed: int, build_teacher: Callable[[], Logits]
+    recipe: DistillRecipe,
+    mesh: Mesh,
+    data: DataLoaders,
+    initial: str,
+    seed: int,
+    build_teacher: Callable[[], TeacherLogits],
 ) -> None:
     """Adds the likeliest tokens to the sequences of the data. What is not in the cache is computed with the teacher.
 
@@ -100,7 +105,7 @@ def of_batch(batch: Batch) -> TopK:
 @torch.no_grad()
 def _compute(
     recipe: DistillRecipe,
-    teacher: Logits,
+    teacher: TeacherLogits,
     mesh: Mesh,
     training: BatchLoader,
     datasets: list[SequenceDataset],

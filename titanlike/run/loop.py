@@ -16,9 +16,9 @@ from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
+from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
-from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory

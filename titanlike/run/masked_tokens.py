@@ -1,5 +1,7 @@
 """Validation with masked tokens."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -7,9 +9,10 @@ from torch import nn
 
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.distributed import collectives
+from titanlike.losses.accuracy import LossAndAccuracy
 from titanlike.losses.cross_entropy import means_of, num_valid
-from titanlike.losses.accuracy import loss_and_accuracy
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.utils.modules import without_owner
 
 
 @torch.no_grad()
@@ -28,3 +31,19 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
     collectives.all_reduce_sum(totals, [*mesh.loss_groups, mesh.pipeline.get_group()])
     loss, correct = means_of(totals, collectives.all_reduce_sum(num_tokens.to(dtype), mesh.loss_groups))
     return {"loss": loss, "accuracy": correct}
+
+
+@contextmanager
+def loss_and_accuracy(model: nn.Module) -> Iterator[None]:
+    """Has a model return `LossAndAccuracy` for labels in this context."""
+    head: Any = getattr(model, "output", None)  # only of the last pipeline stage
+    if head is None:
+        yield
+        return
+    head = without_owner(head)
+    loss = head.loss
+    head.loss = LossAndAccuracy(chunk=loss.chunk, vocab_group=loss.vocab_group)
+    try:
+        yield
+    finally:
+        head.loss = loss

@@ -23,7 +23,7 @@ from titanlike.data.batches.packed_dataset import (
 )
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.distributed import process_group
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.utils.counter_rng import token_bits
 
 _Item = tuple[int, dict[str, Tensor], Position | None]  # step, tensors, position of the source after the step

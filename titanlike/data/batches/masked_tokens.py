@@ -13,7 +13,7 @@ from titanlike.data.batches.derived_source import DerivedSource
 from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.models.base_config import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.utils.counter_rng import token_bits
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the predicted tokens: replaced by the mask token, and by a random token

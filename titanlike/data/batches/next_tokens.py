@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.data.tokens.arrays import Numbers
-from titanlike.losses.cross_entropy import IGNORE
+from titanlike.losses import IGNORE
 
 
 def next_tokens(tokens: Numbers, labels: Numbers, document_ids: Numbers | None, number: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.text_pairs import open_text_pairs
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.models.base_config import IGNORE
+from titanlike.losses import IGNORE
 
 OPEN_BINS = 64  # sequences that the next pair may join
 PADDING = -1  # the number of the pair of padding in an input

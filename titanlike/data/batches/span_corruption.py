@@ -13,7 +13,7 @@ from titanlike.data.batches.derived_source import DerivedSource
 from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.models.base_config import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.utils.counter_rng import token_bits
 
 

@@ -20,7 +20,7 @@ from titanlike.data.batches.span_corruption import SpanCorruptedSource
 from titanlike.data.tokens.shards import totals
 from titanlike.data.tokens.token_files import find_token_files, open_shards
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
-from titanlike.models.base_config import IGNORE
+from titanlike.losses import IGNORE
 from titanlike.tools.data.quality.report import read_report, render_report
 
 DOCUMENT_COLORS = ("default", "cyan")  # alternating

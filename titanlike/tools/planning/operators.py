@@ -1,7 +1,7 @@
 """The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
 
-Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `losses/cross_entropy.py` and `float8/linear.py`. Bytes are those of
-bfloat16 activations; `Counts.work` scales them to float32.
+Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `losses/cross_entropy.py` and `float8/linear.py`. Bytes are
+those of bfloat16 activations; `Counts.work` scales them to float32.
 """
 
 from dataclasses import dataclass, replace

@@ -17,7 +17,6 @@ from titanlike.config.distill import DistillRecipe
 from titanlike.config.sections import Float8
 from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
-from titanlike.losses.distillation import set_distillation_loss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -25,7 +24,7 @@ from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
-from titanlike.run.distillation import Teacher
+from titanlike.run.distillation import Teacher, set_distillation_loss
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations, weight_copies
 from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
