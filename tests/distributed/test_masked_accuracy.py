@@ -12,6 +12,7 @@ from tests.pool import Ranks
 from tests.training import BERT, tiny, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.losses.accuracy import LossAndAccuracy, num_correct
+from titanlike.losses.chunked import Logits
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP": dict(tensor=2),
@@ -38,7 +39,7 @@ def count_on_rank(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, list
     group = dist.group.WORLD
     shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()]
     head = LossAndAccuracy(chunk=5, vocab_group=group)
-    return int(num_correct(shard, labels, group)), head(shard[None], None, labels[None], 0.0).tolist()
+    return int(num_correct(shard, labels, group)), head(Logits(shard[None]), labels[None]).tolist()
 
 
 def test_ranks_that_share_a_vocabulary_find_the_largest_logit(ranks: Ranks) -> None:
