@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from titanlike.checkpoint.files import name_of
 from titanlike.checkpoint.format import CheckpointCorrupt
 from titanlike.checkpoint.loader import read_manifest, read_whole
 from titanlike.checkpoint.reader import verify_file
-from titanlike.checkpoint.store import LocalStore, name_of
+from titanlike.checkpoint.store import LocalStore
 
 
 class RunCorrupt(Exception):

@@ -29,7 +29,7 @@ from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
 from titanlike.data.batches.stream import Stream
-from titanlike.data.documents.files import list_files
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import Manifest, Shards

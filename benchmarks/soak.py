@@ -40,7 +40,7 @@ from benchmarks.launches import ROOT, Start, newest_record
 from benchmarks.soak_faults import Store, Usage, disturb, growth, store, usage
 from benchmarks.soak_scenarios import AIMS, KINDS, PHASES, SCENARIOS, Scenario
 from benchmarks.soak_tables import figures, table
-from titanlike.checkpoint.store import name_of
+from titanlike.checkpoint.files import name_of
 from titanlike.run.run_dir import versions
 
 KEEP = 2

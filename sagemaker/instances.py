@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from titanlike.config import UserError
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest
 
 PRICE_SOURCE = "us-east-1, on-demand, 2026-09, unofficial"
 """Region and date of the prices below. `--price` overrides them."""

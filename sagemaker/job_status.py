@@ -14,7 +14,7 @@ from request import CODE, OPT, PREFIX, base_name
 from service import Clients, NotFound
 
 from titanlike.config import UserError
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest
 
 ACTIVE = ("InProgress", "Stopping")
 TIMESTAMP_SUFFIX = re.compile(r"-\d{8}-\d{6}$")

@@ -35,9 +35,8 @@ from service import NO_REGION
 from validation import job_errors
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import shown
+from titanlike.config.base import nearest, shown
 from titanlike.config.distill import RANDOM
-from titanlike.config.load import nearest
 from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.run.start import Arguments, name_of

@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, wait_for
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.distributed.environment import RankInfo, sagemaker_job
-from titanlike.distributed.sagemaker import SageMakerJob
+from titanlike.distributed.environment import RankInfo
+from titanlike.distributed.sagemaker import SageMakerJob, sagemaker_job
 from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"

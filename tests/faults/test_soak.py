@@ -12,8 +12,9 @@ from benchmarks import soak
 from benchmarks.comparison import RunCorrupt, differences, incomplete_directories, recorded_steps, verify_run
 from benchmarks.soak_faults import Usage, growth
 from tests.launching import ROOT
+from titanlike.checkpoint.files import file_of
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
-from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, commit, file_of
+from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, commit
 
 WEIGHT = torch.arange(12.0).view(4, 3)
 

@@ -11,6 +11,7 @@ from tests.faults.faulty import Fault
 from tests.faults.starting import Job, Starter
 from tests.launching import losses, records
 from titanlike.checkpoint import loader, reader, store
+from titanlike.checkpoint.files import MANIFEST, name_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def trained(folder: Path, checkpoints: Path | None = None) -> Trained:
         folder=folder,
         losses=losses(run),
         validation=[(one["step"], one["validation_loss"]) for one in records(run) if "validation_loss" in one],
-        hashes={step: digest(checkpoints / store.name_of(step)) for step in valid_steps(checkpoints)},
+        hashes={step: digest(checkpoints / name_of(step)) for step in valid_steps(checkpoints)},
     )
 
 
@@ -40,7 +41,7 @@ def valid_steps(checkpoints: Path) -> list[int]:
     local = store.LocalStore(checkpoints)
     for step in local.steps():
         files = loader.read_manifest(local, step)
-        assert {path.name for path in (checkpoints / store.name_of(step)).iterdir()} == {*files, store.MANIFEST}
+        assert {path.name for path in (checkpoints / name_of(step)).iterdir()} == {*files, MANIFEST}
         for name, expected in files.items():
             reader.verify_file(local.open(step, name), expected, content=True)
         assert loader.read_state(local, step).step == step

@@ -10,7 +10,7 @@ from tests.web import web
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.base import CREDENTIALS, refuse_credentials
-from titanlike.data.documents.files import list_files
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.remote import file_system
 
 SECRET = "S3CRET"

@@ -16,7 +16,9 @@ from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.data.documents import remote
 from titanlike.data.documents.directory import DataDirectory
-from titanlike.data.documents.files import File, list_files, open_file
+from titanlike.data.documents.files import File
+from titanlike.data.documents.listing import list_files
+from titanlike.data.documents.opening import open_file
 from titanlike.data.documents.readers import Fields, read_documents
 from titanlike.tools.data.inputs import list_inputs
 

@@ -20,7 +20,7 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.best_fit import BestFitDataset
 from titanlike.data.batches.packed_dataset import PackedDataset
 from titanlike.data.batches.sources import open_sources
-from titanlike.data.documents.files import list_files
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields, read_documents
 from titanlike.data.tokens import token_files
 from titanlike.data.tokens.datasets import check_shards, open_validation

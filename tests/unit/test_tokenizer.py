@@ -14,7 +14,7 @@ import tokenizers
 from tests.launching import python
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import list_files
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.tokenizer import Separator, Tokenizer, build_tokenizer
 from titanlike.interop.tokenizer_files import tokenizer_files

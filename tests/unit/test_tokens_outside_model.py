@@ -16,7 +16,7 @@ from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import chats, sources
 from titanlike.data.batches.masked_tokens import MaskedSource, mask_token
 from titanlike.data.batches.span_corruption import sentinels
-from titanlike.data.documents.files import list_files
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import datasets
 from titanlike.data.tokens.datasets import open_training

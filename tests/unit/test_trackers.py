@@ -25,9 +25,9 @@ from tests.launching import free_port
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Metrics
 from titanlike.metrics import background, services
-from titanlike.metrics.background import BackgroundTracker
 from titanlike.metrics.prometheus import PrometheusEndpoint
-from titanlike.metrics.records import JSONLWriter, Records, RunInfo, Values, tag
+from titanlike.metrics.records import JSONLWriter, Records
+from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
 from titanlike.run.preflight import check_machine, check_recipe
 
 

@@ -1,5 +1,6 @@
 """Files of a checkpoint, on a local disk or a remote file system, of which any range of bytes can be read."""
 
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +10,21 @@ import numpy.typing as npt
 from titanlike.utils.files import check_regular
 
 Bytes = npt.NDArray[np.uint8]
+
+STEP = re.compile(r"step-(\d{8,})")
+FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+def name_of(step: int) -> str:
+    """Returns the directory name of a step."""
+    return f"step-{step:08d}"
+
+
+def file_of(rank: int) -> str:
+    """Returns the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 class File(Protocol):

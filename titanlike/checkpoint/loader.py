@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint import store
-from titanlike.checkpoint.files import LocalFile, content_of
+from titanlike.checkpoint.files import FILE, MANIFEST, STATE, LocalFile, content_of, file_of, name_of
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, ShardRange
 from titanlike.checkpoint.optimizer_values import OptimizerValues
 from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, verify_file
@@ -38,12 +38,12 @@ def verify(
         rank, world_size = process_group.rank(), process_group.world_size()
         # Consecutive files: a rank needs most of their shards itself. All ranks read the state, below.
         share = sorted(files)[rank * len(files) // world_size : (rank + 1) * len(files) // world_size]
-        for name in dict.fromkeys((store.STATE, *share)):
-            hashed = content or name == store.STATE  # the latter is small
-            with corrupt_unless_read(f"{location}/{store.name_of(step)}/{name}"):
+        for name in dict.fromkeys((STATE, *share)):
+            hashed = content or name == STATE  # the latter is small
+            with corrupt_unless_read(f"{location}/{name_of(step)}/{name}"):
                 file = location.open(step, name, download=hashed)
             verify_file(file, files[name], content=hashed)
-            if name != store.STATE:
+            if name != STATE:
                 entries[name] = read_header(file).entries
         metadata = read_state(location, step)
     except UserError as error:
@@ -59,12 +59,12 @@ def verify(
 
 def read_manifest(location: store.Store, step: int) -> dict[str, FileDigest]:
     """Reads and validates a manifest. Returns the files of the checkpoint."""
-    directory = f"{location}/{store.name_of(step)}"
-    with corrupt_unless_read(f"{directory}/{store.MANIFEST}"):
+    directory = f"{location}/{name_of(step)}"
+    with corrupt_unless_read(f"{directory}/{MANIFEST}"):
         try:
-            manifest = json.loads(content_of(location.open(step, store.MANIFEST, download=True)))
+            manifest = json.loads(content_of(location.open(step, MANIFEST, download=True)))
         except FileNotFoundError:
-            raise CheckpointCorrupt(f"{directory} has no {store.MANIFEST}") from None
+            raise CheckpointCorrupt(f"{directory} has no {MANIFEST}") from None
         if manifest.pop("sha256") != store.manifest_hash(manifest):
             raise ValueError("SHA-256 mismatch")
         if manifest["step"] != step:
@@ -74,17 +74,17 @@ def read_manifest(location: store.Store, step: int) -> dict[str, FileDigest]:
                 f"{directory} has format {manifest['format']}; this version of titanlike reads format {store.FORMAT}"
             )
         files = {name: FileDigest(**digest) for name, digest in manifest["files"].items()}
-        if not all(store.FILE.fullmatch(name) for name in files):
+        if not all(FILE.fullmatch(name) for name in files):
             raise ValueError("unknown file names")
-        if not {store.STATE, store.file_of(0)} <= files.keys():
-            raise ValueError(f"{store.STATE} or {store.file_of(0)} is missing")
+        if not {STATE, file_of(0)} <= files.keys():
+            raise ValueError(f"{STATE} or {file_of(0)} is missing")
     return files
 
 
 def read_state(location: store.Store, step: int) -> CheckpointMetadata:
     """Reads the metadata of a checkpoint. The caller verifies the file against the manifest."""
-    with corrupt_unless_read(f"{location}/{store.name_of(step)}/{store.STATE}"):
-        state = json.loads(content_of(location.open(step, store.STATE, download=True)))
+    with corrupt_unless_read(f"{location}/{name_of(step)}/{STATE}"):
+        state = json.loads(content_of(location.open(step, STATE, download=True)))
         state.pop("format")
         metadata = CheckpointMetadata(**state)
         if metadata.step != step:

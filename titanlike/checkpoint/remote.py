@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlike.checkpoint.files import Bytes, File, LocalFile
-from titanlike.checkpoint.store import MANIFEST, STEP, name_of
+from titanlike.checkpoint.files import MANIFEST, STEP, Bytes, File, LocalFile, name_of
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials
 

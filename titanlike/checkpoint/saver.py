@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.checkpoint import format, optimizer_values, store
+from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import FileDigest, ShardSpec
 from titanlike.checkpoint.optimizer_values import OptimizerValues, ValuesDiffer
 from titanlike.checkpoint.staging import Stage, named_tensors
-from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, file_of, name_of, open_store
+from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
 from titanlike.distributed import process_group

@@ -8,26 +8,19 @@ its manifest, which is renamed last.
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Union
+from typing import Any, BinaryIO, Union
 
-from titanlike.checkpoint.files import File, LocalFile
+from titanlike.checkpoint.files import MANIFEST, STATE, STEP, File, LocalFile, name_of
 from titanlike.checkpoint.format import FileDigest
+from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import UserError
 from titanlike.utils.files import atomic_write_text, fsync_directory, read_regular, write_all
 
-if TYPE_CHECKING:
-    from titanlike.checkpoint.remote import RemoteStore
-
-STEP = re.compile(r"step-(\d{8,})")
-FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
-MANIFEST = "manifest.json"
-STATE = "state.json"
 FORMAT = 1
 
 
@@ -60,16 +53,6 @@ class CheckpointMetadata:
     ) -> "CheckpointMetadata":
         """Returns the metadata of the same run at another step."""
         return replace(self, step=step, tokens=tokens, position=position, skipped=skipped, loss_scale=loss_scale)
-
-
-def name_of(step: int) -> str:
-    """Returns the directory name of a step."""
-    return f"step-{step:08d}"
-
-
-def file_of(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 class LocalStore:
@@ -175,8 +158,6 @@ def open_store(location: str) -> Store:
     """Opens the store in a directory or at a URL such as s3://bucket/runs."""
     if "://" not in location:
         return LocalStore(Path(location))
-    from titanlike.checkpoint.remote import RemoteStore  # most runs have none
-
     return RemoteStore(location)
 
 

@@ -4,11 +4,12 @@ A section is a frozen pydantic dataclass. It rejects unknown keys, values of ano
 NaN and infinity. The docstring under a field is its documentation in `--help`, the schema and docs/config.md.
 """
 
+import difflib
 import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeVar, cast
@@ -186,3 +187,9 @@ def one_of(values: list[int]) -> str:
     """Formats numbers as a list of alternatives: "1, 2 or 4"."""
     *others, last = [str(value) for value in values]
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, choices: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Returns the choice most similar to a misspelled name, or None."""
+    matches = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
+    return matches[0] if matches else None

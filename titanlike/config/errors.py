@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlike.config.base import LIMIT, UserError, show_value, shown
-from titanlike.config.load import nearest
+from titanlike.config.base import LIMIT, UserError, nearest, show_value, shown
 from titanlike.config.schema import describe
 
 MANY_UNKNOWN = 4  # keys, which are not typos but those of another program

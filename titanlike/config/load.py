@@ -4,10 +4,9 @@ Precedence: defaults < `extends` < file < command line. `to_toml` writes a resol
 """
 
 import dataclasses
-import difflib
 import json
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config.base import UserError, refuse_credentials, show_value, shown
+from titanlike.config.base import UserError, nearest, refuse_credentials, show_value, shown
 from titanlike.config.effect import drop_overridden
 from titanlike.config.shipped import shipped_recipes
 from titanlike.models.base_config import TransformerConfig
@@ -172,12 +171,6 @@ def to_toml(recipe: Any, comment: str = "") -> str:
         elif value is not None:
             lines.append(f"{field.name} = {_toml(value)}")
     return "\n".join(lines + tables) + "\n"
-
-
-def nearest(name: str, choices: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """Returns the choice most similar to a misspelled name, or None."""
-    matches = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def parse_value(text: str) -> Any:

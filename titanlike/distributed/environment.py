@@ -10,16 +10,13 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from titanlike.config import UserError
 from titanlike.config.base import printable, shown
 from titanlike.config.shipped import train_command
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import can_resolve, signal_at_parent_death
-
-if TYPE_CHECKING:
-    from titanlike.distributed.sagemaker import SageMakerJob
 
 DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
@@ -28,7 +25,6 @@ ELASTIC = "TITANLIKE_ELASTIC"  # set by the launcher if the number of nodes may 
 SPARES = "TITANLIKE_SPARES"  # number of processes that are not in the job
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
 BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder of `data/batches/batch_record.py`
-SAGEMAKER_OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
 EXIT_RANK_MISSING = 3  # exit code after a hang that the watchdog has reported
 MAX_LINE = 1200  # characters of an error
 ERROR_DELAY = 3.0  # seconds; torchrun polls its processes ten times a second
@@ -96,15 +92,6 @@ def num_spares(environ: Mapping[str, str] = os.environ) -> int:
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the process of its node that prints messages for all of them."""
     return (environ.get("LOCAL_RANK") or "0") == "0"
-
-
-def sagemaker_job(environ: Mapping[str, str] = os.environ) -> "SageMakerJob | None":
-    """Returns the directories of a SageMaker training job, or None elsewhere."""
-    if not environ.get("SM_MODEL_DIR"):  # set by the toolkits of both SDKs
-        return None
-    from titanlike.distributed.sagemaker import read_job
-
-    return read_job(environ)
 
 
 def new_launch_id() -> str:

@@ -14,12 +14,31 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store
 
 from titanlike.distributed.process_group import connect_to_store
-from titanlike.distributed.watchdog import Heartbeat
 
 T = TypeVar("T")
 
 MAX_LINES = 8  # of a diagnosis, for each kind of finding
 RECONNECT_INTERVAL = 60.0  # seconds
+
+
+@dataclasses.dataclass
+class Heartbeat:
+    """The state that a rank publishes."""
+
+    step: int
+    host: str
+    pid: int
+    ppid: int
+    time: float = 0.0  # wall clock of its host
+    paused: bool = True  # its current work may take longer than a step, as the first step that compiles
+    location: str = ""  # of its training thread, once a hang is detected
+    dumped: bool = False  # its stack traces are on disk
+    finished: bool = False  # it has left the training loop
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no rank has to wait for another heartbeat."""
+        return self.dumped or self.finished
 
 
 class HeartbeatThread(threading.Thread):

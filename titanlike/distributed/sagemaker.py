@@ -1,13 +1,16 @@
 """A SageMaker training job: its directories, and what they set in a recipe. Does not import torch."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.distributed.environment import SAGEMAKER_OBJECTIVE, RankInfo
+from titanlike.distributed.environment import RankInfo
+
+OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class SageMakerJob:
             )
 
 
-def read_job(environ: Mapping[str, str]) -> SageMakerJob:
-    """Reads what the toolkits of both SDKs set."""
+def sagemaker_job(environ: Mapping[str, str] = os.environ) -> SageMakerJob | None:
+    """Returns the directories of this training job, of which the toolkits of both SDKs set variables, or None elsewhere."""
+    if not environ.get("SM_MODEL_DIR"):
+        return None
     base = environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     config = f"{base}/input/config"
     output = _read_json(environ.get("TENSORBOARD_CONFIG_FILE_PATH") or f"{config}/tensorboardoutputconfig.json")
-    is_tuned = SAGEMAKER_OBJECTIVE in _read_json(f"{config}/hyperparameters.json")
+    is_tuned = OBJECTIVE in _read_json(f"{config}/hyperparameters.json")
     return SageMakerJob(
         checkpoints=f"{base}/checkpoints",
         model=environ["SM_MODEL_DIR"],

@@ -15,19 +15,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlike.distributed import environment, process_group
+from titanlike.distributed.heartbeat import Heartbeat, HeartbeatThread
 from titanlike.utils import compat
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from titanlike.distributed.heartbeat import HeartbeatThread
 
 PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, validation and checkpointing
 
@@ -35,26 +33,6 @@ PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, vali
 def group_timeout(hang_timeout: float) -> float:
     """Returns a process group timeout in seconds, long enough for the watchdog to report a hang first."""
     return max(hang_timeout, PAUSE_TIMEOUT) + 120.0
-
-
-@dataclass
-class Heartbeat:
-    """The state that a rank publishes."""
-
-    step: int
-    host: str
-    pid: int
-    ppid: int
-    time: float = 0.0  # wall clock of its host
-    paused: bool = True  # its current work may take longer than a step, as the first step that compiles
-    location: str = ""  # of its training thread, once a hang is detected
-    dumped: bool = False  # its stack traces are on disk
-    finished: bool = False  # it has left the training loop
-
-    @property
-    def is_final(self) -> bool:
-        """Whether no rank has to wait for another heartbeat."""
-        return self.dumped or self.finished
 
 
 class Watchdog:
@@ -91,9 +69,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
         self._heartbeats: HeartbeatThread | None = None
         if self.world_size > 1:
-            from titanlike.distributed import heartbeat
-
-            self._heartbeats = heartbeat.HeartbeatThread(
+            self._heartbeats = HeartbeatThread(
                 self.heartbeat,
                 self.rank,
                 self.world_size,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint import loader, store
-from titanlike.checkpoint.files import File, LocalFile
+from titanlike.checkpoint.files import STATE, STEP, File, LocalFile, name_of
 from titanlike.checkpoint.format import CHUNK_SIZE, ShardRange
 from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, read_part, verify_file
 from titanlike.checkpoint.staging import shard_range_of
@@ -249,18 +249,18 @@ class CheckpointWeights(Weights):
     """The weights of a checkpoint of this library, without its optimizer state."""
 
     def __init__(self, location: store.Store, step: int, verify_share: tuple[int, int]) -> None:
-        self.path = f"{location}/{store.name_of(step)}"
+        self.path = f"{location}/{name_of(step)}"
         self._files = files = loader.read_manifest(location, step)
         rank, num_ranks = verify_share
         for name in sorted(files)[rank::num_ranks]:
             verify_file(location.open(step, name), files[name], content=True)
         self.metadata = loader.read_state(location, step)
-        names = [name for name in sorted(files) if name != store.STATE]
+        names = [name for name in sorted(files) if name != STATE]
         self._reader = Reader(read_header(location.open(step, name)) for name in names)
         self._entries = {name: entry for header in self._reader.headers for name, entry in header.entries.items()}
         end = f".{lora.A}"
         self.adapted_layers = {n.removeprefix("model.").removesuffix(end) for n in self._entries if n.endswith(end)}
-        with corrupt_unless_read(f"{self.path}/{store.STATE}"):
+        with corrupt_unless_read(f"{self.path}/{STATE}"):
             self.config = _config_of(self.metadata.recipe, self.path)
             self.tokenizer = validate(Tokenizer, self.metadata.recipe["tokenizer"])
             self.lora = validate(Lora, self.metadata.recipe.get("lora", {}))
@@ -275,7 +275,7 @@ class CheckpointWeights(Weights):
         return self._entries[f"model.{matrix}"].dtype
 
     def fingerprint(self) -> str:
-        hashes = [[name, digest.sha256] for name, digest in sorted(self._files.items()) if name != store.STATE]
+        hashes = [[name, digest.sha256] for name, digest in sorted(self._files.items()) if name != STATE]
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
 
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
@@ -304,7 +304,7 @@ class CheckpointWeights(Weights):
 def _find_checkpoint(path: Path, step: int) -> tuple[store.Store, int]:
     """Returns the store and the step of the checkpoint at a path, or of `step` (0: the newest) of the run at it."""
     resolved = path.resolve()  # of a link or "."
-    if match := store.STEP.fullmatch(resolved.name):
+    if match := STEP.fullmatch(resolved.name):
         if step not in (0, int(match[1])):
             raise UserError(
                 f"{path} is the checkpoint of step {int(match[1])}; omit --step, or give the run's directory"

@@ -18,8 +18,9 @@ from torch.profiler import record_function
 from titanlike.checkpoint import SaveResult
 from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
-from titanlike.metrics.records import Records, RunInfo
+from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
+from titanlike.metrics.trackers import RunInfo
 from titanlike.utils.async_d2h import AsyncD2H
 
 if TYPE_CHECKING:

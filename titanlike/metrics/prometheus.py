@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from titanlike.metrics.machine import Place, by_name
-from titanlike.metrics.records import Values
+from titanlike.metrics.trackers import Values
 
 # Values that may be missing because they are not finite: they are served as NaN.
 FINITE = ("loss", "grad_norm", "validation_loss")

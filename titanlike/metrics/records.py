@@ -3,63 +3,17 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from titanlike.config.sections import Metrics
+from titanlike.metrics.trackers import CLOSE_TIMEOUT, BackgroundTracker, RunInfo, Values
 from titanlike.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from titanlike.metrics.background import BackgroundTracker
     from titanlike.metrics.machine import Place
     from titanlike.metrics.prometheus import PrometheusEndpoint
-
-Values = Mapping[str, float | str | None]
-CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for trackers
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What a tracker shows of a run besides its records."""
-
-    folder: Path
-    first_step: int
-    project: str
-    tensorboard_dir: str
-    recipe: Mapping[str, Any]  # nested, of plain values
-
-    def recipe_text(self) -> str:
-        """Returns the resolved recipe as TOML."""
-        path = self.folder / "recipe.toml"
-        return path.read_text() if path.exists() else json.dumps(self.recipe, indent=1)
-
-    def hparams(self) -> dict[str, bool | int | float | str]:
-        """Returns the recipe's values by dotted key."""
-        return dict(_flatten(self.recipe))
-
-
-class Tracker(Protocol):
-    """Receives records. A method that raises an exception disables it."""
-
-    location: str
-    """Where to see the run, or "" if that is known."""
-
-    def log(self, step: int, values: Values) -> None:
-        """Records the values of a step. None stands for a value that is not finite, or unknown."""
-
-    def close(self) -> None:
-        """Writes what is buffered."""
-
-
-def tag(name: str) -> str:
-    """Returns the name of a value with its group: `train/loss`, `validation/loss`, `checkpoint/save_seconds`."""
-    if "/" in name:  # an evaluation, or a layer
-        return name
-    if name.startswith("validation_"):
-        return name.replace("_", "/", 1)
-    return f"{'checkpoint' if name.startswith('save_') else 'train'}/{name}"
 
 
 class JSONLWriter:
@@ -111,16 +65,6 @@ class JSONLWriter:
         self._file.close()
         self._file = self.path.open("a+b", buffering=0)
         return f"{self.path} was deleted; it is written again"
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    items: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            items += _flatten(value, f"{prefix}{name}.")
-        else:
-            items.append((prefix + name, value if isinstance(value, bool | int | float | str) else json.dumps(value)))
-    return items
 
 
 class Records:

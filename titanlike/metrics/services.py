@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from titanlike.distributed import environment
-from titanlike.metrics.background import BackgroundTracker, Retried
-from titanlike.metrics.records import RunInfo, Tracker, Values, tag
+from titanlike.distributed.sagemaker import sagemaker_job
+from titanlike.metrics.trackers import BackgroundTracker, Retried, RunInfo, Tracker, Values, tag
 from titanlike.utils.files import atomic_write_text
 
 UPLOAD_INTERVAL = 30.0  # seconds between two uploads of TensorBoard's events
@@ -36,7 +35,7 @@ class TensorBoardTracker:
 
         self._directory = run.folder / "tensorboard"
         self._upload: EventUpload | None = None
-        job = environment.sagemaker_job()
+        job = sagemaker_job()
         if "://" in run.tensorboard_dir:
             self._upload = EventUpload(self._directory, f"{run.tensorboard_dir.rstrip('/')}/{run.folder.name}")
         elif parent := run.tensorboard_dir or (job and job.tensorboard):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest
 
 Blocks = nn.ModuleDict | nn.ModuleList | Sequence[nn.Module]
 

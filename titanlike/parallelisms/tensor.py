@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlike.config import UserError
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest
 from titanlike.distributed.autograd_collectives import (
     all_gather,
     all_reduce,

@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError, effect
-from titanlike.config.base import LIMIT, divisors, one_of, shown
+from titanlike.config.base import LIMIT, divisors, nearest, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
-from titanlike.config.load import nearest
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
 from titanlike.utils.system import num_gpus, total_memory
 

@@ -25,6 +25,7 @@ from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
 from titanlike.config.shipped import PROGRAMS, train_command
 from titanlike.distributed import environment, process_group
+from titanlike.distributed.sagemaker import sagemaker_job
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
@@ -44,7 +45,7 @@ class RunDirectory:
         self.checkpoints = f"{parent.rstrip('/')}/{recipe.run.name}" if parent else str(self.path / "checkpoints")
         self.checkpoint_owner = self.path if parent else None  # other runs may have the same name and checkpoint.dir
         self.metrics = self.path / "metrics.jsonl"
-        sagemaker = environment.sagemaker_job()
+        sagemaker = sagemaker_job()
         self.exported = Path(sagemaker.model if sagemaker else self.path, "hf")  # of checkpoint.export
 
     @contextmanager
@@ -204,7 +205,7 @@ class RunDirectory:
             return ["weights not saved: checkpoint.enabled = false"]
         path = shlex.quote(str(self.path))
         weights = f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else "")
-        if environment.sagemaker_job():  # the reader of its log is on another machine
+        if sagemaker_job():  # the reader of its log is on another machine
             return [weights]
         asks = "--chat" if getattr(self.recipe.data, "has_chats", False) else "--prompt TEXT"
         commands = [f"generate {path} {asks}"] if self.recipe.causal else []

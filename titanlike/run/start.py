@@ -21,6 +21,7 @@ from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
+from titanlike.distributed.sagemaker import OBJECTIVE, sagemaker_job
 from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
@@ -81,7 +82,7 @@ class Arguments:
                     ".toml"
                 ):  # launchers such as SageMaker's pass no positional arguments
                     paths.append(value)
-                elif name != environment.SAGEMAKER_OBJECTIVE and not name.startswith("sagemaker_"):
+                elif name != OBJECTIVE and not name.startswith("sagemaker_"):
                     self.overrides.pop(name, None)  # the order of the options matters
                     self.overrides[name] = value
         refuse_control_characters({f"--{name}": value for name, value in self.overrides.items()})
@@ -119,7 +120,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if arguments.check_files and not arguments.resolved:
             _check_program(program, arguments)  # another one may have other keys
         overrides, defaults = arguments.overrides, dict[str, Any]()
-        if job := environment.sagemaker_job():
+        if job := sagemaker_job():
             overrides = job.data_paths(read(arguments.recipe)[0].get("data"), overrides) | overrides
             defaults = job.defaults(name_of(arguments.recipe.stem))
         ignored: list[str] = []

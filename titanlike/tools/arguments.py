@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
+from titanlike.config.base import nearest, shown
 from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
-from titanlike.config.load import nearest
 from titanlike.config.sections import Parallelism
 from titanlike.utils.arguments import parse_int
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import divisors, validate
-from titanlike.config.load import dump, nearest
+from titanlike.config.base import divisors, nearest, validate
+from titanlike.config.load import dump
 from titanlike.config.schema import describe
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.data.tokens.token_files import is_token_file

@@ -8,7 +8,8 @@ from titanlike.config import UserError
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, SequenceDataset, ShuffledMixture
-from titanlike.data.documents.files import fingerprint_of, hash_of, list_files
+from titanlike.data.documents.files import fingerprint_of, hash_of
+from titanlike.data.documents.listing import list_files
 from titanlike.data.tokens.datasets import open_training, open_validation, validation_split
 from titanlike.data.tokens.tokenizer import Tokenizer
 

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import BLOCK, Decompressed, File, import_optional, open_file
+from titanlike.data.documents.files import File, import_optional
+from titanlike.data.documents.opening import BLOCK, Decompressed, open_file
 
 T = TypeVar("T")
 Span = tuple[int, int]

@@ -18,7 +18,8 @@ from titanlike.config.base import shown
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Data
 from titanlike.data.documents.conversations import Record, RecordReader, conversation_of, synthetic_conversations
-from titanlike.data.documents.files import File, hash_of, list_files, versions_of
+from titanlike.data.documents.files import File, hash_of, versions_of
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import BadRecord, read_records
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.cache import cached

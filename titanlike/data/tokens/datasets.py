@@ -10,7 +10,8 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.documents.files import is_address, list_files, stdlib_files
+from titanlike.data.documents.files import is_address
+from titanlike.data.documents.listing import list_files, stdlib_files
 from titanlike.data.tokens.arrays import InMemoryTokens, TokenArray
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, VALIDATION, Shards, read_manifest
 from titanlike.data.tokens.token_files import TokenFiles, find_token_files, is_token_file, open_shards

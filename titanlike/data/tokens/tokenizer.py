@@ -14,8 +14,7 @@ import numpy.typing as npt
 import tiktoken
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest, shown
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import import_optional
 from titanlike.data.documents.readers import BadRecord

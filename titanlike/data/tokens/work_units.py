@@ -9,7 +9,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from titanlike.data.documents.files import File, convert_write_errors, is_address, open_file
+from titanlike.data.documents.files import File, convert_write_errors, is_address
+from titanlike.data.documents.opening import open_file
 from titanlike.data.documents.records import LINES, PARQUET, is_array, open_parquet, row_groups
 from titanlike.data.tokens.shards import Shard
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult

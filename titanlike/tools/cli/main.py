@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import titanlike
 from titanlike.config import UserError
-from titanlike.config.base import shown
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest, shown
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer

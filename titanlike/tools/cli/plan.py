@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import shown
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest, shown
 from titanlike.distributed import environment
 from titanlike.tools.cli import processes
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE

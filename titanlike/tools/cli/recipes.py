@@ -11,8 +11,8 @@ from typing import Any
 import tomli
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
-from titanlike.config.load import joined, nearest
+from titanlike.config.base import nearest, shown
+from titanlike.config.load import joined
 from titanlike.config.shipped import shipped_recipes, train_command
 from titanlike.distributed import environment
 from titanlike.run.start import program_of

@@ -11,8 +11,7 @@ import numpy as np
 import tomli
 
 from titanlike.config import UserError
-from titanlike.config.base import printable, shown
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest, printable, shown
 from titanlike.tools.comparison.reader import SKIPPED, TRAINING, VALIDATION, MetricsReader
 from titanlike.tools.comparison.series import Columns, Series, XAxis, curves, without_repeated_steps
 from titanlike.utils.file_lock import is_locked

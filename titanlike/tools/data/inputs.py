@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, list_files
+from titanlike.data.documents.files import File
+from titanlike.data.documents.listing import list_files
 
 
 def list_inputs(inputs: Sequence[str | File]) -> list[File]:

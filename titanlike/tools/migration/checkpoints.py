@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from titanlike.checkpoint import loader
+from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import write_tensors
-from titanlike.checkpoint.store import CheckpointMetadata, commit, file_of, name_of, open_store
+from titanlike.checkpoint.store import CheckpointMetadata, commit, open_store
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown, validate
 from titanlike.config.dpo import reference_of

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from titanlike.config.base import UserError, printable, show_value, shown, validate
-from titanlike.config.load import dump, effective, nearest
+from titanlike.config.base import UserError, nearest, printable, show_value, shown, validate
+from titanlike.config.load import dump, effective
 from titanlike.config.sections import PretrainRecipe
 
 T = TypeVar("T")

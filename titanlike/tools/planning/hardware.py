@@ -12,8 +12,7 @@ import tomli
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titanlike.config import UserError
-from titanlike.config.base import has_control_characters, section, show_value, shown
-from titanlike.config.load import nearest
+from titanlike.config.base import has_control_characters, nearest, section, show_value, shown
 from titanlike.utils.files import read_regular
 
 FILES = Path(__file__).with_name("hardware_files")

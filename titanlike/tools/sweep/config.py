@@ -15,11 +15,12 @@ from titanlike.config.base import (
     NonNegative,
     Positive,
     has_control_characters,
+    nearest,
     section,
     show_value,
     shown,
 )
-from titanlike.config.load import COMMAND_LINE, _toml, dump, effective, nearest, read, similar_recipe
+from titanlike.config.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
 from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe

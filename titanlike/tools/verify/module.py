@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from titanlike.config import UserError
-from titanlike.config.load import nearest
+from titanlike.config.base import nearest
 from titanlike.distributed import environment, process_group
 from titanlike.tools.arguments import parse_mesh, parse_tolerance
 from titanlike.tools.verify import comparison as phases

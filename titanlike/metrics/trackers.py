@@ -1,16 +1,62 @@
-"""Runs a tracker in a thread, so that it never delays or stops training."""
+"""What receives the records of a run, and the thread in which it runs, so that it never delays or stops training."""
 
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from titanlike.metrics.records import CLOSE_TIMEOUT, Tracker, Values
 from titanlike.utils.daemon_thread import start_daemon_thread
 
+Values = Mapping[str, float | str | None]
+CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for trackers
 QUEUE_SIZE = 1000  # records
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker shows of a run besides its records."""
+
+    folder: Path
+    first_step: int
+    project: str
+    tensorboard_dir: str
+    recipe: Mapping[str, Any]  # nested, of plain values
+
+    def recipe_text(self) -> str:
+        """Returns the resolved recipe as TOML."""
+        path = self.folder / "recipe.toml"
+        return path.read_text() if path.exists() else json.dumps(self.recipe, indent=1)
+
+    def hparams(self) -> dict[str, bool | int | float | str]:
+        """Returns the recipe's values by dotted key."""
+        return dict(_flatten(self.recipe))
+
+
+class Tracker(Protocol):
+    """Receives records. A method that raises an exception disables it."""
+
+    location: str
+    """Where to see the run, or "" if that is known."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Records the values of a step. None stands for a value that is not finite, or unknown."""
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+
+
+def tag(name: str) -> str:
+    """Returns the name of a value with its group: `train/loss`, `validation/loss`, `checkpoint/save_seconds`."""
+    if "/" in name:  # an evaluation, or a layer
+        return name
+    if name.startswith("validation_"):
+        return name.replace("_", "/", 1)
+    return f"{'checkpoint' if name.startswith('save_') else 'train'}/{name}"
 
 
 class Retried(Exception):
@@ -93,3 +139,13 @@ class BackgroundTracker:
 def _first_line(error: BaseException) -> str:
     text: Any = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return str(text).splitlines()[0]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            items += _flatten(value, f"{prefix}{name}.")
+        else:
+            items.append((prefix + name, value if isinstance(value, bool | int | float | str) else json.dumps(value)))
+    return items
