@@ -21,10 +21,10 @@ from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from titanlike.config import load
-from titanlike.config.dpo import DpoRecipe
 from titanlike.data.batches.pairs import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.recipe import load
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.run_dir import versions
 
 ROOT = Path(__file__).parents[1]

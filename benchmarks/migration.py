@@ -13,8 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.shipped import PROGRAMS
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.migration.formats import convert
 from titanlike.tools.programs import run_program
 

@@ -39,7 +39,7 @@ def main() -> None:
         "--metrics.prometheus=127.0.0.1:9499",
     ]  # fmt: skip
     sys.path.insert(0, str(ROOT))
-    from titanlike.config import PretrainRecipe
+    from titanlike.recipe import PretrainRecipe
     from titanlike.run.start import start
 
     recipe = start(PretrainRecipe)

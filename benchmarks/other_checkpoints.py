@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanlike.config import PretrainRecipe, load
 from titanlike.config.shipped import REPOSITORY
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.registry import build_model
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.run_dir import versions
 
 STEPS, SAVED = 15, 10

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titanlike.config import PretrainRecipe
-from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora
+from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.program import Program, load_program
 
 LLAMA2 = dict(vocab_size=32000, rope_theta=10000.0, max_seq_len=4096)

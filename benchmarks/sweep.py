@@ -21,8 +21,8 @@ from typing import Any
 import tomli
 
 from benchmarks.figures import cpu_name
-from titanlike.config.load import dump
 from titanlike.distributed.launch_config import child_environment
+from titanlike.recipe.load import dump
 from titanlike.run.run_dir import versions
 from titanlike.tools.sweep.processes import read_records
 from titanlike.tools.sweep.results import draw_importance, read_results, table

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config import PretrainRecipe, load
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.migration import torchtitan
 
 STEPS, BATCH, SEQ_LEN = 10, 4, 256

@@ -11,7 +11,7 @@ from pathlib import Path
 if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
     sys.path.insert(0, str(clone))  # for `python recipes/finetune.py` where titanlike is not installed
 
-from titanlike.config.finetune import FinetuneRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.run.start import start
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
     sys.path.insert(0, str(clone))  # for `python recipes/mlm.py` where titanlike is not installed
 
-from titanlike.config.mlm import MlmRecipe
+from titanlike.recipe.mlm import MlmRecipe
 from titanlike.run.start import start
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
     sys.path.insert(0, str(clone))  # for `python recipes/seq2seq.py` where titanlike is not installed
 
-from titanlike.config.seq2seq import Seq2SeqRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.start import start
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from pathlib import Path
 import tomli
 
 from titanlike import __version__
-from titanlike.config import PretrainRecipe, load
-from titanlike.config.load import joined
 from titanlike.config.shipped import REPOSITORY
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.load import joined
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
 from titanlike.tools.clusters.cluster_job import extras_of

@@ -34,11 +34,12 @@ from request import TIMESTAMP, Channel, Job, request_for, with_job_keys
 from service import NO_REGION
 from validation import job_errors
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import nearest, shown
 from titanlike.config.distill import RANDOM
 from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import Arguments, name_of
 from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 

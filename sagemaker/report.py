@@ -14,7 +14,8 @@ from instances import PRICE_SOURCE
 from request import Job
 from validation import request_errors
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.hardware import hardware_of_device
 from titanlike.tools.planning.plan import Plan, plan_or_none
 from titanlike.utils.files import read_regular

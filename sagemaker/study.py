@@ -19,9 +19,10 @@ from report import measured_speed, read_records
 from request import base_name
 from service import Clients, NotFound, make_clients
 
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.start import Arguments
 
 # Tokens per second and GPU on 4 p5.48xlarge (32 H100), batch size 1 per GPU, sequence length 8,192.

@@ -12,8 +12,9 @@ from tests.pool import Pool
 from tests.training import build, resume, tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 from titanlike.tools.verify.recipe import Result
 

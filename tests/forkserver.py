@@ -159,9 +159,9 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _prepare_runs() -> None:
     """Computes once what each run would compute again, and leaves out what no test of a forked run looks at."""
-    from titanlike.config import PretrainRecipe
     from titanlike.config.schema import describe
     from titanlike.data.tokens import datasets
+    from titanlike.recipe import PretrainRecipe
     from titanlike.run import hooks, run_dir
 
     describe(PretrainRecipe)  # cached

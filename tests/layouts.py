@@ -8,8 +8,8 @@ from torch import Tensor
 
 from recipes import pretrain
 from tests.training import model_of, tiny, train_on_rank
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
+from titanlike.recipe import PretrainRecipe
 
 # Four processes each.
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -29,9 +29,9 @@ from tests.training import (
     train,
     world_size,
 )
-from titanlike.config import PretrainRecipe
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.verify.recipe import Result, differences
 
 # Captures and partitions the graph as inductor does, without the half minute of code generation.

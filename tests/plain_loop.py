@@ -5,12 +5,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
+from titanlike.recipe import PretrainRecipe
 
 
 def plain_loop(recipe: PretrainRecipe, label_smoothing: float = 0.0) -> tuple[list[float], list[float]]:

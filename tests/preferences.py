@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.training import tiny
-from titanlike.config.dpo import DpoRecipe, PreferenceData
+from titanlike.config.dpo import PreferenceData
+from titanlike.recipe.dpo import DpoRecipe
 
 SEQ_LEN = 96
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tomli
 
-from titanlike.config import PretrainRecipe, load, to_toml
 from titanlike.data.batches.loader import BatchLoader
+from titanlike.recipe import PretrainRecipe, load, to_toml
 from titanlike.tools.small_recipe import shrink
 from titanlike.tools.verify.recipe import _toml
 

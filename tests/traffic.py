@@ -15,10 +15,6 @@ from torch.utils._pytree import tree_leaves
 from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.training import build
-from titanlike.config import PretrainRecipe
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -27,6 +23,10 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP, Pipeline
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run import distillation, preferences
 from titanlike.run.second_model import build_frozen_model
 from titanlike.tools.planning.job import Job

@@ -18,12 +18,8 @@ from torch.utils._pytree import tree_leaves
 from recipes import distill, dpo, finetune, mlm, pretrain, seq2seq
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
-from titanlike.config import PretrainRecipe
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe, PreferenceData
-from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
-from titanlike.config.mlm import MlmRecipe
-from titanlike.config.seq2seq import Seq2SeqRecipe
+from titanlike.config.dpo import PreferenceData
+from titanlike.config.finetune import ChatData
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.bert_config import BertConfig
 from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -40,6 +36,12 @@ from titanlike.models.registry import build_model
 from titanlike.models.t5_config import T5Config
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.finetune import FinetuneRecipe, lora_of
+from titanlike.recipe.mlm import MlmRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.tools.verify.recipe import Result, differences

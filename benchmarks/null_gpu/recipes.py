@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.null_gpu import library, record
-from titanlike.config import PretrainRecipe
-from titanlike.config.distill import RANDOM, DistillRecipe
-from titanlike.config.dpo import DpoRecipe
+from titanlike.config.distill import RANDOM
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.start import program_of
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory

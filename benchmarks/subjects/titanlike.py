@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.protocol import Clock, Task
-from titanlike.config import PretrainRecipe
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import start
 
 # Each row's changes to the recipe's defaults.

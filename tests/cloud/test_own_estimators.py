@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, wait_for
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.distributed.environment import RankInfo
 from titanlike.distributed.sagemaker import SageMakerJob, sagemaker_job
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"
@@ -277,7 +278,8 @@ def test_checkpoints_on_the_disks_of_several_hosts_are_refused() -> None:
     keys = {"run.dir": "/opt/ml/checkpoints", "checkpoint.dir": ""}
     local = load(PretrainRecipe, ROOT / RECIPE, keys)
     with pytest.raises(UserError, match=r"disk of each host.*set --checkpoint\.dir=s3://BUCKET/PREFIX"):
-        job.check_checkpoints(local, hosts)
-    job.check_checkpoints(local, one)
+        job.check_checkpoints(local.run, local.checkpoint, hosts)
+    job.check_checkpoints(local.run, local.checkpoint, one)
     for changes in ({"checkpoint.dir": "s3://bucket/runs"}, {"checkpoint.enabled": "false"}, {"run.dir": "/fsx"}):
-        job.check_checkpoints(load(PretrainRecipe, ROOT / RECIPE, keys | changes), hosts)
+        other = load(PretrainRecipe, ROOT / RECIPE, keys | changes)
+        job.check_checkpoints(other.run, other.checkpoint, hosts)

@@ -12,7 +12,7 @@ import study
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
 from tests.launching import ROOT, Cli
-from titanlike.config import PretrainRecipe, load
+from titanlike.recipe import PretrainRecipe, load
 
 ARGUMENTS = (
     f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--channel=data.path=s3://t/c",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sweep import RECIPE
-from titanlike.config.load import dump
+from titanlike.recipe.load import dump
 from titanlike.tools.sweep.config import load_sweep
 from titanlike.tools.sweep.results import read_results
 from titanlike.tools.sweep.scheduler import run_sweep

@@ -14,10 +14,10 @@ from torch import nn
 from tests.checkpoints import assert_identical
 from tests.pool import Ranks
 from tests.training import GPT_, LLAMA, QWEN3_MOE, result, tiny, train_on_rank, world_size
-from titanlike.config import PretrainRecipe
 from titanlike.parallelisms import activation_offload
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.activation_offload import _Host, _Order, _Pass, apply_activation_offload
+from titanlike.recipe import PretrainRecipe
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.pool import Ranks
 from tests.training import LLAMA, mesh_of, tiny, train
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _random_bits
 from titanlike.optim.optimizer import AdamW
+from titanlike.recipe import PretrainRecipe
 
 MODEL: Any = LlamaConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=320)
 LOW: dict[str, Any] = dict(

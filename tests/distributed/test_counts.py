@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import Ranks
 from tests.shrunk import LAYOUTS, WARM, before_each_step, small
 from tests.training import Operations, train_on_rank
-from titanlike.config import PretrainRecipe
+from titanlike.recipe import PretrainRecipe
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 

@@ -19,7 +19,6 @@ from tests.losses import linear_cross_entropy
 from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
 from tests.pool import Ranks
 from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, Observer, assert_same, build, full_tensor, tiny, train
-from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
@@ -30,6 +29,7 @@ from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils.dtensor import local_tensor
 
 MODELS: dict[str, Any] = {

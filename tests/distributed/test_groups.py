@@ -20,13 +20,14 @@ from tests.forkserver import ROOT
 from tests.launching import free_port
 from tests.pool import Ranks, user_error
 from tests.training import mesh_of
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.distributed import collectives, environment, process_group
 from titanlike.distributed.end_of_job import SEEN, announce_end
 from titanlike.distributed.environment import RankInfo
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.spares import without_spares
 from titanlike.tools.planning.torch_internals import fake_process_group
 

@@ -15,11 +15,11 @@ from tests.layouts import LAYOUTS, recipe_for, training_batches
 from tests.parity import FLOAT8
 from tests.pool import Ranks
 from tests.training import MODELS, build, full_tensor, model_of, result, tiny, train, train_on_rank
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
+from titanlike.recipe import PretrainRecipe
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ import pytest
 from tests.training import tiny, train_on_rank
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.remote import RemoteStore
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils import files
 
 pytestmark = pytest.mark.usefixtures("alone")

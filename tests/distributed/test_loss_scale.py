@@ -13,9 +13,9 @@ from tests.checkpoints import assert_identical, drop_last
 from tests.launching import recorded
 from tests.pool import Ranks
 from tests.training import LLAMA, QWEN3_MOE, build, result, tiny, train, train_on_rank, world_size
-from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.optim.non_finite import LossScale
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.loop import forward_backward
 from titanlike.utils.dtensor import local_tensor
 

@@ -25,13 +25,13 @@ from tests.training import (
     world_size,
 )
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils.dtensor import local_tensor
 
 # Those of the default and of the slow tests; the others run with `-m every`.

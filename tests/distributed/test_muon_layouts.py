@@ -16,7 +16,6 @@ from tests.pool import Ranks
 from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.staging import shard_range_of
-from titanlike.config import PretrainRecipe
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import Parallelism
 from titanlike.models.registry import build_model
@@ -24,6 +23,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor

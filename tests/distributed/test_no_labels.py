@@ -15,10 +15,10 @@ import torch
 from tests.launching import records
 from tests.pool import Ranks, user_error
 from tests.training import BERT, LLAMA, tiny, train_on_rank, world_size
-from titanlike.config import PretrainRecipe
 from titanlike.config.distill import Distillation
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.losses import IGNORE
+from titanlike.recipe import PretrainRecipe
 
 TEACHER = dict(teacher=dataclasses.replace(LLAMA, num_layers=1), distillation=Distillation(teacher="random"))
 CASES: dict[str, dict[str, Any]] = {

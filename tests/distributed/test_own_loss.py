@@ -15,11 +15,12 @@ from tests.parity import COMPILED, tiers
 from tests.plain_loop import plain_loop
 from tests.pool import Ranks
 from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.losses import IGNORE
 from titanlike.models.registry import build_model
 from titanlike.parallelize import parallelize
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.verify.recipe import Result
 
 SMOOTHING = 0.3

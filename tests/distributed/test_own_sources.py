@@ -12,11 +12,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipes import pretrain
 from tests.training import result, tiny, train_on_rank
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.data.batches import dataloaders
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import Sources, open_sources
 from titanlike.data.batches.stateful_loader import StatefulLoaderSource
+from titanlike.recipe import PretrainRecipe
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -11,8 +11,9 @@ import torch
 from tests.checkpoints import metadata, small_model
 from tests.training import tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
+from titanlike.recipe import PretrainRecipe
 
 pytestmark = pytest.mark.usefixtures("alone")
 

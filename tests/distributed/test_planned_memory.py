@@ -16,7 +16,6 @@ from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.pool import Ranks
 from tests.training import build, tiny
-from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma3Config
@@ -28,6 +27,7 @@ from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.simulate import simulate
 from titanlike.tools.planning.storage_tracker import StorageTracker

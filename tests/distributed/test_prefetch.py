@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tests.parity import FULL, SELECTIVE
 from tests.pool import Ranks
 from tests.training import LLAMA, Observer, build, tiny
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
 from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.recipe import PretrainRecipe
 
 
 def _events(recipe: PretrainRecipe, num_microbatches: int = 1) -> list[str]:

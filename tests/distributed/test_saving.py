@@ -23,9 +23,10 @@ from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.reader import read_header
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import LocalStore
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils.rng import seed_generators
 
 

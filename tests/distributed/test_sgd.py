@@ -9,8 +9,8 @@ import torch
 from recipes import pretrain
 from tests.pool import Ranks
 from tests.training import MODELS, result, tiny, train_on_rank
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.verify.recipe import differences
 
 

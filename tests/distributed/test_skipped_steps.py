@@ -17,9 +17,9 @@ from tests.checkpoints import assert_equal_state
 from tests.launching import records
 from tests.pool import Ranks, user_error
 from tests.training import GPT_, result, tiny, train_on_rank
-from titanlike.config import PretrainRecipe
 from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils.dtensor import local_tensor
 
 LOSS, GRADIENT = "loss", "gradient"

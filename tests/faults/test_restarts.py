@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # real jobs, in sequence
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from titanlike.config import PretrainRecipe
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import start
 
 recipe = start(PretrainRecipe)

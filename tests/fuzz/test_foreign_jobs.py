@@ -11,7 +11,8 @@ import pytest
 import titanlike.optim.schedule  # noqa: F401  imports torch, before time is measured
 from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.migration import megatron, torchtitan
 from titanlike.tools.migration.conversion import UNUSED, Conversion
 from titanlike.tools.migration.megatron_options import KEYS as OPTIONS

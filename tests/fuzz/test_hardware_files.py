@@ -17,7 +17,8 @@ from tests.forkserver import ROOT
 from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
 from tests.fuzz.harness import ODD_LITERALS, ODD_TEXT
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.planning import report

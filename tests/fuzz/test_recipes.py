@@ -15,10 +15,11 @@ from tests.forkserver import ROOT
 from tests.fuzz import harness
 from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.harness import HUGE, ODD_LITERALS, ODD_TEXT
-from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.config import UserError
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, rank_info
 from titanlike.distributed.launch_config import launch_config, rank_variables_from_slurm
+from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.start import Arguments
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.programs import load_known

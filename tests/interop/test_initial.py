@@ -12,10 +12,11 @@ from tests.interop.models import CONFIGS, export_model, model_of
 from tests.pool import Ranks
 from tests.training import tiny, train, train_on_rank
 from titanlike.config import UserError
-from titanlike.config.dpo import DpoRecipe, PreferenceData
+from titanlike.config.dpo import PreferenceData
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.interop.weights import open_weights
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.precomputation import version_of_weights
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import run_metadata

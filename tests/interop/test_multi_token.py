@@ -16,8 +16,6 @@ from tests.interop.models import CONFIGS, export_model, model_of
 from tests.losses import linear_cross_entropy
 from tests.training import MULTI_TOKEN, tiny
 from titanlike.config import UserError
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
@@ -26,6 +24,8 @@ from titanlike.interop.weights import load_weights, open_weights
 from titanlike.losses import IGNORE
 from titanlike.models.deepseek_config import DEEPSEEK_V3_SIZES, DeepseekV3Config
 from titanlike.models.registry import build_model
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.preflight import check_recipe
 
 EOS = 9

@@ -20,11 +20,12 @@ from tests.launching import ROOT, SMALL, losses, python, run
 from tests.training import GPT_, QWEN3, QWEN3_MOE, changed, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
-from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.dpo import DpoRecipe
+from titanlike.config import UserError
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.interop.weights import CheckpointWeights, open_weights
 from titanlike.models.base_config import TransformerConfig
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.tools.migration.checkpoints import export_checkpoint, import_checkpoint
 from titanlike.tools.migration.dcp import DCPFolder
 

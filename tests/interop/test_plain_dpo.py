@@ -15,7 +15,6 @@ from tests.interop.models import CONFIGS, export_model, model_of
 from tests.pool import Ranks
 from tests.preferences import preference_recipe, write_pairs
 from tests.training import full_tensor, mesh_of, train
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism, Tokenizer
 from titanlike.data.batches.dataloaders import build_dataloaders
@@ -28,6 +27,7 @@ from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import gradient_norms
 from titanlike.parallelize import parallelize
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run import preferences
 
 Pair = tuple[list[tuple[list[int], list[int]]], int]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from titanlike.config.load import load
 from titanlike.data.batches import openers
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.recipe import load
 
 
 def opened(kind: Any, folder: Path, record: Path) -> tuple[Any, Iterator[Batch]]:

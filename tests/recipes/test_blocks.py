@@ -30,9 +30,10 @@ from torch.distributed.run import get_args_parser
 
 from tests.launching import ROOT
 from tests.programs import INSTALLED, PAGES, blocks
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.arguments import parse_layout, parse_mesh

@@ -15,9 +15,9 @@ from tests.plain_loop import plain_loop
 from tests.pool import Ranks
 from tests.programs import blocks, edited
 from tests.training import mesh_of, result, tiny
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.distributed.watchdog import Watchdog
+from titanlike.recipe import PretrainRecipe
 
 SECTION, NOISE, LOSS, CONFIG = blocks(ROOT / "docs/copy.md", "python")
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, SMALL, command, cpu_seconds, environment, run
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Run
 from titanlike.distributed.environment import RankInfo
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import Arguments, program_of, select_run_dir, start
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
 

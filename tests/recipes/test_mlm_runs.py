@@ -9,8 +9,8 @@ from transformers import AutoModelForMaskedLM
 
 from tests.launching import ROOT, SMALL, python, recorded, run
 from tests.recipes.held_out import opened
-from titanlike.config.mlm import MlmRecipe
 from titanlike.losses import IGNORE
+from titanlike.recipe.mlm import MlmRecipe
 
 DEBUG = str(ROOT / "train_configs/mlm_debug.toml")
 TINY = {name: value for name, value in SMALL.items() if name not in ("model.num_kv_heads",)} | {

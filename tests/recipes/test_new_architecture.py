@@ -8,7 +8,8 @@ from tests.programs import edited, verify
 CONFIG = '''
 from typing import Literal
 
-from titanlike.config import PretrainRecipe, section
+from titanlike.recipe import PretrainRecipe
+from titanlike.config import section
 from titanlike.config.base import Positive
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tests.launching import ROOT, SMALL, python, recorded, run
 from tests.recipes.held_out import opened
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.losses import IGNORE
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 
 DEBUG = str(ROOT / "train_configs/seq2seq_debug.toml")
 TINY = {name: value for name, value in SMALL.items() if name not in ("model.num_kv_heads",)} | {

@@ -12,15 +12,16 @@ import torch
 
 from tests.launching import ROOT, python
 from tests.programs import blocks, edited, verify
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
-from titanlike.config.load import read
 from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.load import read
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import first_difference, read_batches

@@ -9,10 +9,11 @@ import torch
 
 from tests.training import changed
 from tests.unit.datasets import counting, open_stream, write
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource, ShuffledMixture
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job

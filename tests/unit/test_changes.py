@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from titanlike.checkpoint import CheckpointMetadata
-from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 

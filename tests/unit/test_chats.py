@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.datasets import batches
 from titanlike.config import UserError, effect
-from titanlike.config.finetune import ChatData, FinetuneRecipe
+from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.best_fit import pack
 from titanlike.data.batches.chats import open_sources
@@ -18,6 +18,7 @@ from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.data.hooks import checked
 
 EOS = 256

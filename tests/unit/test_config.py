@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
+from titanlike.config import UserError, section
 from titanlike.config.base import divisors
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
+from titanlike.recipe import PretrainRecipe, load, to_toml
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:

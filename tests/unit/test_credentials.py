@@ -8,10 +8,11 @@ import pytest
 from tests.launching import SMALL, run
 from tests.web import web
 from titanlike.checkpoint.store import open_store
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.base import CREDENTIALS, refuse_credentials
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.remote import file_system
+from titanlike.recipe import PretrainRecipe, load
 
 SECRET = "S3CRET"
 

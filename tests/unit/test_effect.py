@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config import PretrainRecipe, UserError, effect, load
+from titanlike.config import UserError, effect
 from titanlike.config.base import OnlyWith, only_if, section
-from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
-from titanlike.config.load import dump
 from titanlike.config.sections import Data
 from titanlike.config.shipped import PROGRAMS, recipe_path, shipped_recipes
 from titanlike.models.configs import all_configs
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.load import dump
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.programs import effective_overrides, load_known, recipe_types
 from titanlike.tools.small_recipe import shrink

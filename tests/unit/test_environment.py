@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.distributed.environment import RankInfo, is_first_on_node, rank_info, terminate_with_launcher
 from titanlike.distributed.launch_config import (
@@ -20,6 +20,7 @@ from titanlike.distributed.launch_config import (
     rank_variables_from_slurm,
     set_launch_id,
 )
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import start
 from titanlike.utils.system import num_gpus, port_is_free, reduce_fragmentation, skip_isa_checks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.training import resume
 from titanlike.checkpoint import CheckpointMetadata
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import Float8Shard, wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
@@ -21,6 +21,7 @@ from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import recipe_as_json
 

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.launching import Cli, losses, run
-from titanlike.config import PretrainRecipe, load
 from titanlike.config.sections import Tokenizer
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_recipe
 from titanlike.tools import new_recipe
 from titanlike.tools.data.prepare import prepare

@@ -10,14 +10,15 @@ import pytest
 from rich.console import Console
 
 from tests.launching import Cli
-from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.mlm import MlmRecipe
+from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches import openers
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.mlm import MlmRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.tools.data.inspection import inspect_recipe
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.programs import SHIPPED

@@ -12,11 +12,9 @@ from typing import Any, get_args
 import pytest
 
 from titanlike.checkpoint import CheckpointMetadata, optimizer_values
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import validate
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
-from titanlike.config.finetune import ChatData, FinetuneRecipe
+from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
 from titanlike.data.documents.files import File
 from titanlike.data.tokens import cache as token_cache
@@ -28,6 +26,10 @@ from titanlike.interop import generation_config
 from titanlike.interop.hf_folder import KEY_TYPES, config_problems, read_config
 from titanlike.models.configs import all_configs
 from titanlike.models.llama_config import LlamaConfig
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.run import changes, likeliest_tokens, reference
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.run.start import Arguments

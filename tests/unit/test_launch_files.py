@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.launching import Cli, environment
-from titanlike.config import PretrainRecipe, load
 from titanlike.distributed.launch_config import LaunchConfig, launch_config
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.start import program_of
 from titanlike.tools.clusters import docker
 from titanlike.tools.clusters.cluster_job import check_image

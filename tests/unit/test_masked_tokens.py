@@ -15,10 +15,8 @@ import torch.nn.functional as F
 
 from tests.training import BERT, MODERNBERT, changed
 from tests.unit.datasets import BYTES, batches, open_stream, write
-from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.load import load
-from titanlike.config.mlm import MaskedTokens, MlmRecipe
+from titanlike.config import UserError
+from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.masked_tokens import MaskedSource, mask_token
@@ -28,6 +26,9 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.accuracy import LossAndAccuracy
 from titanlike.models.layers import TiedLMHead
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.mlm import MlmRecipe
 from titanlike.run.masked_tokens import loss_and_accuracy
 from titanlike.run.preflight import check_recipe
 

@@ -13,13 +13,14 @@ import pytest
 
 from benchmarks import migration
 from tests.launching import Cli
-from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.load import read
-from titanlike.config.sections import Schedule
+from titanlike.config import UserError
+from titanlike.config.optimizer import Schedule
 from titanlike.models.llama import Llama
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.load import read
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.migration import megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion

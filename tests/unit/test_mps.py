@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, records, run
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.distributed import collectives, environment, process_group
 from titanlike.distributed.environment import RankInfo
 from titanlike.metrics.hardware import device_name, peak_memory_gib
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import machine_metadata
 from titanlike.utils import system

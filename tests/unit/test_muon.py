@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora
+from titanlike.config import UserError
+from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.config.sections import Parallelism
 from titanlike.models.llama_config import LlamaConfig
@@ -18,6 +18,8 @@ from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
+from titanlike.recipe import PretrainRecipe, load, to_toml
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlike.config import PretrainRecipe, load
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.run_dir import RunDirectory
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import planner_validation
 from tests.training import tiny
-from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora, lora_of
+from titanlike.config import UserError
+from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config
@@ -28,6 +28,8 @@ from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.finetune import FinetuneRecipe, lora_of
 from titanlike.tools.planning.collectives import Collective, Links
 from titanlike.tools.planning.experts import largest_load
 from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware

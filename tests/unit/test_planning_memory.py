@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from titanlike.config import PretrainRecipe
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.load import load
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.simulate import can_simulate, simulate

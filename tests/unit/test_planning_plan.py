@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Cli
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.models.moe_config import MixtralConfig
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of

@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.losses import linear_cross_entropy
 from tests.preferences import write_pairs
 from tests.training import changed
-from titanlike.config import UserError, load
-from titanlike.config.dpo import DpoRecipe, Preference, PreferenceData
+from titanlike.config import UserError
+from titanlike.config.dpo import Preference, PreferenceData
 from titanlike.config.finetune import Lora
-from titanlike.config.sections import PretrainRecipe, Tokenizer
+from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.pairs import open_sources
 from titanlike.data.batches.sources import Sources
 from titanlike.data.documents.pairs import preference_pair_of, synthetic_pairs
@@ -27,6 +27,8 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.preferences import Answers, preference_loss
 from titanlike.models.moe_config import Qwen3MoeConfig
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.preflight import check_recipe
 
 EOS = 256

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from tests.training import changed
-from titanlike.config import PretrainRecipe, UserError, load, section
-from titanlike.config.finetune import ChatData, FinetuneRecipe
+from titanlike.config import UserError, section
+from titanlike.config.finetune import ChatData
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.metrics.hardware import device_name
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.t5_config import T5_SIZES, T5Config
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run import preflight
 from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
 from titanlike.run.run_dir import summary

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Cli
-from titanlike.config import UserError, load
-from titanlike.config.load import read
+from titanlike.config import UserError
 from titanlike.config.shipped import REPOSITORY, recipe_path, shipped_recipes, train_command
+from titanlike.recipe import load
+from titanlike.recipe.load import read
 from titanlike.run.start import program_of
 from titanlike.tools.programs import SHIPPED
 

@@ -10,11 +10,11 @@ import tomli
 
 from tests.launching import Cli
 from titanlike.config import UserError
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
-from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.help import help_text
 from titanlike.config.schema import describe
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 

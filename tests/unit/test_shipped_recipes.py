@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlike.config.load import joined
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
+from titanlike.recipe.load import joined
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
 from titanlike.tools.planning.hardware import load_hardware

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.durability import Disk
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import ShuffledMixture
@@ -26,6 +26,7 @@ from titanlike.data.tokens import work_units
 from titanlike.data.tokens.cache import write_shards
 from titanlike.data.tokens.tokenization import tokenize
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.data.prepare import prepare
 

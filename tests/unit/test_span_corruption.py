@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.training import T5, changed
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Data, Tokenizer
-from titanlike.config.seq2seq import Seq2Seq, Seq2SeqRecipe
+from titanlike.config.seq2seq import Seq2Seq
 from titanlike.data.batches import seq2seq, sources
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.seq2seq import PackedTextPairs, pack_two
@@ -20,6 +20,8 @@ from titanlike.data.batches.span_corruption import random_segments, sentinels, s
 from titanlike.data.tokens.chats import TokenizedChats, concatenate
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.preflight import check_recipe
 
 BYTES = build_tokenizer(Tokenizer())

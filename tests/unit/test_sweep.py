@@ -15,8 +15,9 @@ import pytest
 from optuna.storages import JournalStorage
 
 from tests.launching import Cli
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.schema import describe
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.sweep import scheduler
 from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep

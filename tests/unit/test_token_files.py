@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.token_files import write_llm_c, write_megatron, write_nanogpt
 from tests.unit.datasets import batches
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.best_fit import BestFitDataset
@@ -27,6 +27,7 @@ from titanlike.data.tokens.datasets import check_shards, open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json
 

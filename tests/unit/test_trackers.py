@@ -22,12 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.launching import free_port
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.sections import Metrics
 from titanlike.metrics import background, services
 from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import JSONLWriter, Records
 from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_machine, check_recipe
 
 

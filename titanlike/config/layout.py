@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from titanlike.config.base import LIMIT, UserError, divisors, one_of
 
@@ -44,6 +45,18 @@ SCHEDULES = {
     "zbv": PipelineSchedule("ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
     "dualpipev": PipelineSchedule("ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True),
 }
+
+
+class Blocks(Protocol):
+    """What a split into pipeline stages depends on: the config of a model."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_mtp_layers(self) -> int: ...
+
+    def lm_head_cost(self) -> float: ...
 
 
 def shard_range(indices: range, num_shards: int, rank: int) -> range:

@@ -1,6 +1,6 @@
 """Environment variables that launchers set: the rank of this process and its job. Does not import torch.
 
-Together with `launch_config.py` and `titanlike.utils.system` the only reader of environment variables.
+Together with `launch_config.py`, `sagemaker.py` and `titanlike.utils.system` the only reader of environment variables.
 """
 
 import os

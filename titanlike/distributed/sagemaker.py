@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.config.sections import Checkpoint, Run
 from titanlike.distributed.environment import RankInfo
 
 OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
@@ -41,20 +42,20 @@ class SageMakerJob:
         paths = {"data.path": "" if is_mixed else self.train, "data.validation_path": self.validation}
         return {key: path for key, path in paths.items() if path}
 
-    def check_checkpoints(self, recipe: PretrainRecipe, ranks: RankInfo) -> None:
+    def check_checkpoints(self, run: Run, checkpoint: Checkpoint, ranks: RankInfo) -> None:
         """Refuses to save to the disks of several hosts, where no host would have a complete checkpoint, and to resume the run of
         another job of the same tuner."""
-        if not recipe.checkpoint.enabled:
+        if not checkpoint.enabled:
             return
-        if self.tuned and self.tuned not in f"{recipe.run.dir}/{recipe.run.name}":
+        if self.tuned and self.tuned not in f"{run.dir}/{run.name}":
             raise UserError(
-                f"run.name = '{recipe.run.name}' is the same in all jobs of the tuner, which would resume each other's "
+                f"run.name = '{run.name}' is the same in all jobs of the tuner, which would resume each other's "
                 "checkpoints; remove run.name, so that it is made of the names of the recipe and the job"
             )
-        is_local = not recipe.checkpoint.dir and recipe.run.dir == self.checkpoints
+        is_local = not checkpoint.dir and run.dir == self.checkpoints
         if is_local and ranks.world_size > ranks.local_world_size:
             raise UserError(
-                f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a complete "
+                f"checkpoint.dir is not set, and {run.dir} is a disk of each host: no host would have a complete "
                 "checkpoint; set --checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
             )
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from titanlike.config.sections import Schedule
+from titanlike.config.optimizer import Schedule
 
 
 def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.checkpoint import CheckpointMetadata
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import validate
 from titanlike.config.effect import disabled_keys
 from titanlike.config.layout import BatchSizes
-from titanlike.config.sections import Schedule
+from titanlike.config.optimizer import Schedule
 from titanlike.optim.schedule import learning_rate
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.run_dir import recipe_as_json
 
 # Sections that may change: they affect placement, logging and storage, and not what is computed. All other sections, including

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
-from titanlike.config.distill import RANDOM, Distillation, DistillRecipe
+from titanlike.config.distill import RANDOM, Distillation
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
@@ -27,6 +27,7 @@ from titanlike.models.layers import set_loss
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
+from titanlike.recipe.distill import DistillRecipe
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.modules import without_owner
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from titanlike.config import UserError
-from titanlike.config.distill import DistillRecipe
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceDataset, Sequences
@@ -23,6 +22,7 @@ from titanlike.distributed import collectives, process_group
 from titanlike.losses.chunked import Logits
 from titanlike.losses.top_k import TopK, top_k_of
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.recipe.distill import DistillRecipe
 from titanlike.run.loop import loop_settings
 from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once
 from titanlike.utils.system import cache_folder

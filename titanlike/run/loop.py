@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Profiling, Training
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
@@ -21,6 +20,7 @@ from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.run_dir import RunDirectory
 
 COLLECTION_INTERVAL = 50  # steps

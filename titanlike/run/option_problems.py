@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
+from titanlike.recipe import PretrainRecipe
 
 
 def group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.config.dpo import DpoRecipe, Preference
+from titanlike.config.dpo import Preference
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
@@ -15,6 +15,7 @@ from titanlike.distributed import collectives
 from titanlike.losses.preferences import preference_loss
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.answers import Reference, answers_of, places_of
 from titanlike.run.reference import build_reference
 

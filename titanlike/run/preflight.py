@@ -12,10 +12,12 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from titanlike.config import PretrainRecipe, UserError, effect
+from titanlike.config import UserError, effect
 from titanlike.config.base import LIMIT, divisors, nearest, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
-from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
+from titanlike.config.optimizer import Optimizer
+from titanlike.config.sections import DTYPE_BYTES, Evaluation, Parallelism
+from titanlike.recipe import PretrainRecipe
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
@@ -23,6 +22,7 @@ from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import load_initial
 from titanlike.models.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.answers import Places, Reference, answers_of, places_of
 from titanlike.run.loop import loop_settings
 from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once

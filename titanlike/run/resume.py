@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
-from titanlike.config import PretrainRecipe
 from titanlike.data.batches.packed_dataset import BatchSource
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.rng import seed_generators
 

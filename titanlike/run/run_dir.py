@@ -21,7 +21,7 @@ import torch
 import titanlike
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.store import open_store
-from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.config import UserError
 from titanlike.config.sections import Training
 from titanlike.config.shipped import PROGRAMS, train_command
 from titanlike.distributed import environment, process_group
@@ -30,6 +30,7 @@ from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.base_config import TransformerConfig
+from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.hooks import call_hooks
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.files import atomic_write_text, read_regular

@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.interop.weights import load_initial
 from titanlike.models.base_config import TransformerConfig
@@ -15,6 +14,7 @@ from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import parallelize
+from titanlike.recipe import PretrainRecipe
 
 
 def build_frozen_model(

@@ -4,8 +4,9 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.utils.live_line import LiveLine
 

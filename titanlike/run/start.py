@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from titanlike.config import PretrainRecipe, UserError, load, to_toml
+from titanlike.config import UserError
 from titanlike.config.base import MAX_PATH, show_value, shown
-from titanlike.config.load import parse_value, read
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
 from titanlike.distributed.sagemaker import OBJECTIVE, sagemaker_job
+from titanlike.recipe import PretrainRecipe, load, to_toml
+from titanlike.recipe.load import parse_value, read
 from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
@@ -143,7 +144,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if ranks.started_by_launcher:
             environment.check_rank_variables()
         if job:
-            job.check_checkpoints(recipe, ranks)
+            job.check_checkpoints(recipe.run, recipe.checkpoint, ranks)
         run = select_run_dir(recipe.run, arguments, ranks)
     except UserError as error:
         environment.fail(error)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import divisors, nearest, validate
-from titanlike.config.load import dump
 from titanlike.config.schema import describe
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.data.tokens.token_files import is_token_file
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.load import dump
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.tools.planning.search import Candidate, search

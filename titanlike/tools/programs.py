@@ -11,15 +11,16 @@ from pathlib import Path
 import tomli
 from pydantic import TypeAdapter
 
-from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import DpoRecipe
+from titanlike.config import UserError
 from titanlike.config.effect import idle_keys
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.mlm import MlmRecipe
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.distributed import launch_config
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.mlm import MlmRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.start import program_of
 
 SHIPPED: dict[Path, type[PretrainRecipe]] = {

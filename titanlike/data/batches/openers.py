@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
-from titanlike.config import PretrainRecipe
-from titanlike.config.dpo import DpoRecipe
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.mlm import MlmRecipe
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches import chats, masked_tokens, pairs, seq2seq, sources
 from titanlike.data.batches.sources import Sources
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.dpo import DpoRecipe
+from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe.mlm import MlmRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 
 
 def of(recipe: PretrainRecipe) -> Callable[..., Sources]:

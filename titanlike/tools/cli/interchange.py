@@ -6,8 +6,8 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.config.load import dump
 from titanlike.distributed import environment
+from titanlike.recipe.load import dump
 from titanlike.tools.arguments import positive_int
 from titanlike.utils.files import atomic_write_text
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import nearest, shown
 from titanlike.distributed import environment
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.cli import processes
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system

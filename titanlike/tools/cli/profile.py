@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.distributed import environment
+from titanlike.recipe import PretrainRecipe
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware

@@ -12,9 +12,9 @@ import tomli
 
 from titanlike.config import UserError
 from titanlike.config.base import nearest, shown
-from titanlike.config.load import joined
 from titanlike.config.shipped import shipped_recipes, train_command
 from titanlike.distributed import environment
+from titanlike.recipe.load import joined
 from titanlike.run.start import program_of
 
 DESCRIPTION = """\

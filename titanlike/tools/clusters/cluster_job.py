@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.distributed import environment
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_program
 

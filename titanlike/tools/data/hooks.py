@@ -1,11 +1,12 @@
 """What the data adds to `--check` (`titanlike.run.hooks`). No torch."""
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.data.documents.conversations import Conversation, Message
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.recipe import PretrainRecipe
 
 TURNS: list[Message] = [
     {"role": role, "content": content} for content in ("one", "two") for role in ("user", "assistant")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes
 from titanlike.data.batches import openers
 from titanlike.data.batches.masked_tokens import MaskedSource
@@ -21,6 +21,7 @@ from titanlike.data.tokens.shards import totals
 from titanlike.data.tokens.token_files import find_token_files, open_shards
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.losses import IGNORE
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.data.quality.report import read_report, render_report
 
 DOCUMENT_COLORS = ("default", "cyan")  # alternating

@@ -17,17 +17,17 @@ from titanlike.checkpoint import loader
 from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import write_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, commit, open_store
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import shown, validate
-from titanlike.config.dpo import reference_of
-from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.optimizer import Optimizer
-from titanlike.config.sections import Schedule
+from titanlike.config.optimizer import Optimizer, Schedule
 from titanlike.interop.export import SHARD_SIZE, files_of, whole_folder
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import CheckpointWeights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.optim.schedule import learning_rate
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.dpo import reference_of
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.run.run_dir import RunDirectory, recipe_as_json, versions
 from titanlike.tools.migration.dcp import DCPFolder, write_dcp
 from titanlike.tools.migration.parameter_map import Part, megatron_parts, torchtitan_parts

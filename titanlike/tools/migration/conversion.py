@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from titanlike.config.base import UserError, nearest, printable, show_value, shown, validate
-from titanlike.config.load import dump, effective
-from titanlike.config.sections import PretrainRecipe
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.load import dump, effective
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials, shown
-from titanlike.config.load import is_torchtitan, parse
 from titanlike.config.shipped import train_command
+from titanlike.recipe.load import is_torchtitan, parse
 from titanlike.tools.migration import hugging_face, megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.utils.files import atomic_write_text

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from titanlike.config.sections import Schedule
+from titanlike.config.optimizer import Schedule
 from titanlike.tools.migration.conversion import Conversion, largest_difference
 
 MAX_COMPARED = 100_000  # steps of a schedule

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlike.config.base import UserError
-from titanlike.config.sections import Schedule
+from titanlike.config.optimizer import Schedule
 from titanlike.tools.migration.conversion import Conversion, largest_difference, stage_sizes
 from titanlike.tools.migration.torchtitan_keys import KEYS, ONLY_0_1, RENAMED
 from titanlike.tools.migration.torchtitan_models import SOURCE_C4, VALIDATION_C4, model_section

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning import changes as candidates
 from titanlike.tools.planning.changes import Changes
 from titanlike.tools.planning.job import Job

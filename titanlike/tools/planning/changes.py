@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from titanlike.config import PretrainRecipe
 from titanlike.config.base import divisors, show_value
 from titanlike.config.effect import drop_overridden
 from titanlike.config.layout import SCHEDULES
 from titanlike.models.moe_config import MoeConfig
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlike.config import PretrainRecipe
 from titanlike.distributed import environment
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, file_of_device, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory

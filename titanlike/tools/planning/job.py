@@ -4,14 +4,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from titanlike.config import PretrainRecipe
-from titanlike.config.distill import DistillRecipe, teacher_of
-from titanlike.config.dpo import reference_of
-from titanlike.config.finetune import Lora, lora_of
+from titanlike.config.finetune import Lora
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import DTYPE_BYTES, ActivationCheckpoint, Parallelism
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.models.t5_config import T5Config
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.distill import DistillRecipe, teacher_of
+from titanlike.recipe.dpo import reference_of
+from titanlike.recipe.finetune import lora_of
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.tools.planning.program import TITANLIKE, Program
 
 

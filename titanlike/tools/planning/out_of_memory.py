@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import divisors
+from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.changes import (
     Changes,

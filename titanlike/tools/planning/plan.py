@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
 
-from titanlike.config import PretrainRecipe
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job

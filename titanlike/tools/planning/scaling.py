@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.advice import Check
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job

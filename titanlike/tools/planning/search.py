@@ -12,11 +12,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
-from titanlike.config.load import dump
 from titanlike.models.moe_config import MoeConfig
+from titanlike.recipe import PretrainRecipe
+from titanlike.recipe.load import dump
 from titanlike.tools.planning.advice import Check, may_fit
 from titanlike.tools.planning.changes import (
     CHECKPOINTING_MODES,

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.config.distill import DistillRecipe
 from titanlike.config.sections import Float8
-from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
@@ -24,6 +22,8 @@ from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.distillation import Teacher, set_distillation_loss
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations, weight_copies

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from titanlike.config.distill import DistillRecipe
-from titanlike.config.dpo import reference_of
 from titanlike.config.sections import DTYPE_BYTES
+from titanlike.recipe.distill import DistillRecipe
+from titanlike.recipe.dpo import reference_of
 from titanlike.tools.planning.collectives import FLOAT32, FLOAT64, INT64, Collective, Totals
 from titanlike.tools.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
 from titanlike.tools.planning.job import Job

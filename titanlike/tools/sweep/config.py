@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.config.base import (
     FilePath,
     Name,
@@ -20,9 +20,10 @@ from titanlike.config.base import (
     show_value,
     shown,
 )
-from titanlike.config.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
 from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
+from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, recipe_types, run_program

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import printable
-from titanlike.config.load import parse_value
+from titanlike.recipe.load import parse_value
 from titanlike.tools.sweep.config import Sweep, SweepPlan, as_text, recipe_text
 from titanlike.utils.files import atomic_write_text, read_regular
 

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import tomli
 
 from titanlike.config import UserError
-from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
+from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import Batches, first_difference, read_batches
 from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
