@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import MODELS, config_of
-from titanlike.config.sections import Optimizer, Training
+from titanlike.config.optimizer import Optimizer
+from titanlike.config.sections import Training
 from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.metrics.hardware import device_name
 from titanlike.models.init import initialize

@@ -131,7 +131,7 @@ def write_program(folder: Path) -> str:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         (
-            "from titanlike.config import PretrainRecipe\n",
+            "from titanlike.recipe import PretrainRecipe\n",
             "from parallel_config import ParallelRecipe as PretrainRecipe\n",
         ),
         ("import torch\n", "import parallel_model\nimport torch\n"),

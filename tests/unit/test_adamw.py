@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.sections import Optimizer
+from titanlike.config.optimizer import Optimizer
 from titanlike.optim.low_precision_adamw import (
     BLOCK,
     LowPrecisionAdamW,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.optimizer import OptimizerGroup
-from titanlike.config.sections import Optimizer, Schedule, Training
+from titanlike.config.optimizer import Optimizer, OptimizerGroup, Schedule
+from titanlike.config.sections import Training
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LlamaConfig

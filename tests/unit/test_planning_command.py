@@ -146,7 +146,7 @@ def test_figures(tmp_path: Path) -> None:
 
 def test_check_prints_the_plan_without_torch() -> None:
     code = (
-        "import sys\nfrom titanlike.config import PretrainRecipe\nfrom titanlike.run.start import start\n"
+        "import sys\nfrom titanlike.recipe import PretrainRecipe\nfrom titanlike.run.start import start\n"
         "try:\n    start(PretrainRecipe, sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(

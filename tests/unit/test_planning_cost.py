@@ -15,7 +15,8 @@ from benchmarks import planner_validation
 from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
+from titanlike.config.optimizer import Optimizer
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config
 from titanlike.models.gpt_config import GPTConfig

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.launching import free_port
 from titanlike.config import UserError
 from titanlike.config.sections import Metrics
-from titanlike.metrics import background, services
+from titanlike.metrics import services, trackers
 from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import JSONLWriter, Records
 from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
@@ -228,7 +228,7 @@ def test_tensorboard_events_are_sent_again_to_a_store_that_failed(
     for number, case in enumerate(((True, True), (True, False), (False, False), (True, True))):
         lost, is_reported = case
         (tmp_path / f"b/tensorboard/{number}").touch()
-        with pytest.raises(background.Retried) if is_reported else nullcontext():
+        with pytest.raises(trackers.Retried) if is_reported else nullcontext():
             upload.upload()
 
     lost = True  # until the end
