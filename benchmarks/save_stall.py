@@ -37,15 +37,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from benchmarks.figures import cpu_name, format_ratio
 from benchmarks.models import MODELS, config_of
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, staging
-from titanlike.config.sections import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Compile,
-    Float8,
-    Optimizer,
-    Parallelism,
-    Training,
-)
+from titanlike.config.optimizer import Optimizer
+from titanlike.config.sections import ActivationCheckpoint, Checkpoint, Compile, Float8, Parallelism, Training
 from titanlike.distributed import process_group
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model

@@ -69,7 +69,7 @@ def test_records_reach_the_tracker_in_order(tmp_path: Path) -> None:
 
 
 def test_a_slow_tracker_misses_records_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "QUEUE_SIZE", 4)
+    monkeypatch.setattr(trackers, "QUEUE_SIZE", 4)
     recorder = Recorder()
     tracker = BackgroundTracker("T", lambda: recorder)
     for step in range(50):  # none of these calls waits for the tracker
