@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli
@@ -50,22 +49,9 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def executed(body: list[Any]) -> Iterator[ast.AST]:
-    """Yields the statements that run when a module is imported."""
-    for node in body:
-        if isinstance(node, ast.FunctionDef) or (
-            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        ):
-            continue
-        yield node
-        for field in ("body", "handlers", "orelse", "finalbody"):
-            yield from executed(getattr(node, field, []))
-
-
-def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
-    """Yields what a module imports, inside of functions too, unless `at_import`."""
-    tree = parsed(path)
-    for node in executed(tree.body) if at_import else ast.walk(tree):
+def imports(path: Path) -> Iterator[str]:
+    """Yields what a module imports, inside of functions too."""
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
