@@ -201,16 +201,6 @@ def test_control_characters_are_refused_in_each_argument(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_working_directory_with_control_characters_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a\n#SBATCH --account=other").mkdir()
-    monkeypatch.chdir(tmp_path / "a\n#SBATCH --account=other")
-    errors = refusal(capsys, monkeypatch, "launch", "slurm", DEBUG, "--dry-run")
-    assert "the name of the working directory, " in errors and "has control characters; rename it" in errors
-    assert not list(Path.cwd().iterdir())
-
-
 @pytest.mark.parametrize("name", ["generate", "lm_eval"])
 def test_prompts_may_have_several_lines(name: str) -> None:
     words = {"generate": ["generate", "model", "--prompt=a\nb", "--stop=\n\n"], "lm_eval": ["lm_eval", "a\nb"]}

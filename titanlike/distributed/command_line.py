@@ -8,13 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlike.config import UserError
-from titanlike.config.base import has_control_characters, shown
 from titanlike.distributed.environment import fail
 from titanlike.utils import system
 from titanlike.utils.live_line import DISK_FULL, NO_READER, discard, discard_unread_output
 
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code, as a shell reports a program that SIGPIPE ends
-MIN_OPEN_FILES = 64  # for torch, a process group and some files of weights
 
 
 @contextmanager
@@ -56,16 +54,11 @@ def exit_if_output_failed(error: OSError) -> None:
 
 
 def _check_process() -> None:
-    """Raises `UserError` for streams, a working directory and limits with which no command works."""
+    """Raises `UserError` for streams and a working directory with which no command works."""
     if sys.stdout is None or sys.stderr is None:  # the next file that is opened would take the place of the stream
         raise UserError("standard output or standard error is closed; redirect it, for example to /dev/null")
     try:
-        folder = str(Path.cwd())
+        Path.cwd()
     except FileNotFoundError:
         raise UserError("the working directory was removed; change to another directory") from None
-    if has_control_characters(folder):  # generated files and printed commands contain it
-        raise UserError(f"the name of the working directory, {shown(folder)}, has control characters; rename it")
     system.raise_open_file_limit()
-    if system.open_file_limit() < MIN_OPEN_FILES:
-        limit = system.open_file_limit()
-        raise UserError(f"{limit} open files are too few; raise the limit to {MIN_OPEN_FILES} or more: ulimit -n")
