@@ -22,6 +22,7 @@ from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.losses import IGNORE
+from titanlike.losses.terms import LossTerms
 from titanlike.models.deepseek_config import DEEPSEEK_V3_SIZES, DeepseekV3Config
 from titanlike.models.registry import build_model
 from titanlike.recipe.distill import DistillRecipe
@@ -197,6 +198,12 @@ def test_the_loss_of_auxiliary_sequences_has_a_gradient_only(chunk: int, from_lo
     found = linear_cross_entropy(*inputs, labels, chunk=chunk, auxiliary=(4, 0.3))
     torch.testing.assert_close(found, losses[:2].sum())
     torch.testing.assert_close(torch.autograd.grad(found, (x, weight)), expected)
+    terms = LossTerms(["z_loss", "mtp_loss"])
+    linear_cross_entropy(*inputs, labels, chunk=chunk, auxiliary=(4, 0.3), z_loss=0.1, terms=terms)
+    squares = (0.1 * logits.logsumexp(-1).square() * (labels != IGNORE))[:2].sum()
+    torch.testing.assert_close(
+        terms.sums, torch.stack([torch.stack((squares, losses[2:].sum())), torch.tensor([7.0, 14.0])], 1).double()
+    )
 
 
 def test_the_published_model_has_the_published_number_of_parameters() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.training import BERT, LLAMA, T5, tiny
+from tests.training import BERT, LLAMA, QWEN3_MOE, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.distill import Distillation
 from titanlike.config.sections import Parallelism
@@ -220,6 +220,10 @@ def test_with_all_tokens_it_is_that_of_the_logits(loss: Any) -> None:
         (
             dict(teacher=dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=1), parallelism=Parallelism(tensor=2)),
             r"parallelism\.tensor = 2 does not divide teacher\.num_heads = 3; use a divisor of it",
+        ),
+        (
+            dict(teacher=dataclasses.replace(QWEN3_MOE, num_experts=3), parallelism=Parallelism(expert=2)),
+            r"parallelism\.expert = 2 does not divide teacher\.num_experts = 3; use 1",
         ),
         (dict(parallelism=Parallelism(pipeline=2)), r"^parallelism\.pipeline = 2: the teacher's logits of a micro-batch"),
     ],

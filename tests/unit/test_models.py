@@ -365,6 +365,8 @@ def test_sizes_are_the_published_ones(
     assert (getattr(config, "rope_theta", 0.0), getattr(config, "rope_scaling", 1.0)) == rope
     used = config.num_matmul_parameters() + config.vocab_size * config.dim
     assert active is None or used == pytest.approx(active, rel=0.02)
+    scalars = {(Gemma2Config, "27B"): 144.0, (Gemma3Config, "27B"): 168.0}
+    assert getattr(config, "query_scalar", 256.0) == (64.0 if size == "debug" else scalars.get((kind, size), 256.0))
 
 
 def test_flops_of_a_sliding_window_are_those_of_its_tokens() -> None:

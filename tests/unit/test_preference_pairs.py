@@ -313,7 +313,9 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], m
 
 def test_the_default_reference_needs_no_second_model_with_lora(tmp_path: Path) -> None:
     recipe = DpoRecipe()
-    assert (recipe.reference, changed(recipe, lora=Lora(rank=4)).reference) == ("model", "adapter_off")
+    adapted = changed(recipe, lora=Lora(rank=4))
+    assert (recipe.reference, adapted.reference) == ("model", "adapter_off")
+    assert "lora    rank 4, " in adapted.summary_lines()[0] and "lora" not in recipe.summary_lines()[0]
     assert changed(recipe, preference=dict(loss="simpo")).reference == "none"
     forward = recipe.model.flops_per_token(recipe.training.seq_len) // 3
     assert recipe.flops_per_token == 4 * forward

@@ -51,9 +51,10 @@ def test_rank_file(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(UserError, match=f"tokenizer.model: not a complete rank file: {message}"):
             build(str(path), 320)
-    path.write_text("YQ== 0\nwrong\n")
-    with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
-        build(str(path), 320)
+    for line in ("wrong", "Y!g== 1"):
+        path.write_text(f"YQ== 0\n{line}\n")
+        with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
+            build(str(path), 320)
 
 
 def test_mismatched_vocabulary_and_unknown_encoding_are_refused() -> None:
