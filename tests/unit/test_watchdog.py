@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -79,6 +80,15 @@ def test_a_rank_is_silent_if_its_heartbeat_does_not_change_over_a_series_of_read
         heartbeats, silent = thread.read_all(store, silence)
         assert silent == expected, now
         assert [bool(each) for each in heartbeats.values()] == [True, True, True, False]
+
+
+def test_a_silent_process_of_the_same_launcher_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, killed = heartbeat(1), list[str]()
+    thread = HeartbeatThread(own, 0, 4, interval=1, timeout=5)
+    others = {0: own, 1: heartbeat(2), 2: dataclasses.replace(own, host="other"), 3: None}
+    monkeypatch.setattr(thread, "_wait_for_dumps", lambda: (others, [1, 2, 3]))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: killed.append(command[-1]))
+    assert thread.diagnose(is_reporter=True) and killed == ["sleep 3; kill -9 102"]
 
 
 def test_number_of_lines_is_limited() -> None:
