@@ -303,6 +303,8 @@ def test_stop_strings_across_tokens(alone: None) -> None:
     found, pieces = written(["one END two", "EN ENDED", "no stop", "EN"], stop=["END", "##"])
     assert found == ["one ", "EN ", "no stop", "EN"]
     assert not any("E" in piece and "EN" not in piece for each in pieces for piece in each)  # held back until decided
+    stream = TextStream(byte_tokenizer(), [65], ["ab"])
+    assert [(stream.add(byte), stream.is_stopped) for byte in b"aab"] == [("", False), ("a", False), ("", True)]
 
 
 def test_ends_of_a_sequence(alone: None) -> None:
