@@ -6,8 +6,8 @@
     python -m tests.mutations table    # what was found, by area, and what was not
 
 An error is a small change of an expression or a statement. Each is planted alone and tested with tests that execute its function,
-the most specific ones first. Those that these do not find are planted together, and the default tests run once: each test that
-fails then runs with each of them alone, and this is repeated until no more are found.
+the most specific ones first. Those that these do not find are planted together, and the default tests run once: for each test that
+fails, the error that it finds is bisected.
 A result is a line of `RESULTS`. A command that runs again tests only what was not found, and of two results the last one counts.
 An error without an effect is marked there by hand, as `"equivalent": "the reason"`.
 """
@@ -35,7 +35,7 @@ RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors
 PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider --deselect=tests/unit/test_structure.py"
 FIRST_SECONDS = 30  # of the tests that an error meets alone
 STATES = ("found", "not found", "equivalent")
-TIMEOUTS = ("3000", "240")  # seconds of all tests and of some; an error may make a test wait forever
+TIMEOUTS = ("3000", "240")  # seconds of tests in parallel, and of some; an error may make a test wait forever
 
 PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
 Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or, Add Sub, Mult Div, Mod FloorDiv"""  # names and operators
@@ -168,7 +168,7 @@ class Copy:
         shutil.rmtree((self.folder / file).parent / "__pycache__", ignore_errors=True)
 
     def _run(self, tests: list[str], *options: str) -> list[str]:
-        command = ["timeout", "-s", "KILL", TIMEOUTS[bool(tests)], *PYTEST.split(), *options, *tests]
+        command = ["timeout", "-s", "KILL", TIMEOUTS["0" in options], *PYTEST.split(), *options, *tests]
         # A process that is killed must not leave half of a kernel to others.
         environment = os.environ | {
             "PYTHONPATH": str(self.folder),
@@ -228,6 +228,8 @@ def record_map(copied: Copy) -> None:
         for part, following in itertools.pairwise(part.splitlines() for part in parts):
             started, test = part[0].split(" ", 1)
             found[file][test] = {"seconds": float(following[0].split()[0]) - float(started), "functions": part[1:]}
+        for test in failed:  # without an error
+            found[file].pop(test, None)
         MAP.write_text(json.dumps(found))
         print(f"{file}: {len(found[file])} tests {' '.join(failed)}", flush=True)
 
@@ -246,28 +248,28 @@ def tests_of(error: Mutation, called: dict[str, Any]) -> list[str]:
 def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, str], None]) -> None:
     """Tests each error alone and then the others together, and records what finds them."""
     called = {test: each for tests in current_map()[0].values() for test, each in tests.items()}
-
-    def not_found(errors: list[Mutation], called: dict[str, Any]) -> list[Mutation]:
-        left = []
-        for error in errors:
-            tests = tests_of(error, called)
-            if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
-                record(error, failed[0])
-            else:
-                left.append(error)
-        return left
-
-    left = not_found(errors, called)
+    left = []
+    for error in errors:
+        tests = tests_of(error, called)
+        if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
+            record(error, failed[0])
+        else:
+            left.append(error)
     while left:
         print(f"{len(left)} errors are planted together", flush=True)
-        failed, together = copied.test(left, [])
-        others = not_found(together, {test: called[test] for test in failed if test in called})
-        left = [error for error in left if error not in together]
-        if len(others) < len(together):
-            left += others
-        else:
-            for error in others:
-                record(error, "")
+        failed, planted = copied.test(left, [])
+        left = [error for error in left if error not in planted]
+        always = copied.test([], failed)[0] if failed else []
+        failed = [test for test in failed if test not in always and "::" in test]
+        while planted and failed and (failed := copied.test(planted, failed)[0]):
+            group = planted  # bisected
+            while len(group) > 1:
+                half = group[: len(group) // 2]
+                group = half if copied.test(half, failed[:1], "-n", "0")[0] else group[len(half) :]
+            record(group[0], failed[0])
+            planted = [error for error in planted if error not in group]
+        for error in planted:
+            record(error, "")
 
 
 def drawn(files: list[str], number: int, seed: int) -> list[Mutation]:
