@@ -132,6 +132,8 @@ REFUSED = [
     ("parallelism.pipeline=8", 8, "makes 8 stages with the schedule '1f1b', but model.num_layers = 4; use 4"),
     ("parallelism.pipeline=4 parallelism.pipeline_schedule=zbv", 4,
      "makes 8 stages with the schedule 'zbv', but model.num_layers = 4; use 2 or less"),
+    ("parallelism.pipeline=2 parallelism.pipeline_schedule=zbv parallelism.reshard_after_forward=always", 2,
+     "reshard_after_forward = 'always' loses gradients with pipeline_schedule = 'zbv'"),
     ("parallelism.pipeline=2 parallelism.pipeline_split=[1,2,1]", 2, "3 stages, which pipeline = 2 ranks cannot share equally"),
     ("parallelism.pipeline=2 parallelism.pipeline_split=[1,2]", 2,
      "pipeline_split = [1, 2] has 3 blocks, but model.num_layers = 4; make them equal"),
