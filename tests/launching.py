@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,3 +130,15 @@ def descendants(parent: int) -> list[int]:
     for process in found:
         found += [child for child, ppid in pairs if ppid == process]
     return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tables of dotted keys."""
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, name = key.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return tables

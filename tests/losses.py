@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlike.losses import IGNORE
 from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import CrossEntropy
-from titanlike.losses.own import LossFunction, OwnLoss
+from titanlike.losses.own import OwnLoss
 
 
 def reference(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -18,20 +18,13 @@ def reference(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor | None,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    soft_cap: float = 0.0,
-    auxiliary: tuple[int, float] | None = None,
-    function: LossFunction | None = None,
-    **options: Any,
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor | None, labels: Tensor, **options: Any) -> Tensor:
+    """Options are those of `Logits`, of the loss, and `auxiliary`; with a `function`, it is that of an `OwnLoss`."""
+    logits = Logits(x, weight, options.pop("bias", None), options.pop("soft_cap", 0.0))
+    others = {name: options.pop(name) for name in ("auxiliary",) if name in options}
+    function = options.pop("function", None)
     loss = CrossEntropy(**options) if function is None else OwnLoss(function, **options)
-    others: dict[str, Any] = {} if auxiliary is None else {"auxiliary": auxiliary}
-    return loss(Logits(x, weight, bias, soft_cap), labels, **others)
+    return loss(logits, labels, **others)
 
 
 def weight_gradient_errors(chunks: Sequence[int], tokens: int = 2048, device: str = "cpu") -> list[float]:

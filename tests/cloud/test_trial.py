@@ -15,7 +15,7 @@ from service import TransientError
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
 from tests.cloud.settings import TINY
-from tests.launching import ROOT
+from tests.launching import ROOT, nested
 from titanlike.config import UserError
 from titanlike.tools.cli import main as cli
 from titanlike.tools.sweep.results import read_results
@@ -122,11 +122,8 @@ def sweep(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def sweep_file(folder: Path, **keys: object) -> Path:
     keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4} | keys
-    tables: dict[str, dict[str, object]] = {}
-    for key, value in keys.items():
-        tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
     lines = [f'extends = "{RECIPE}"']
-    for table, values in tables.items():
+    for table, values in nested(keys).items():
         lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     (folder / "recipe.toml").write_text("\n".join(lines) + "\n")
     file = folder / "cloud.toml"

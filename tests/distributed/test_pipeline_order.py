@@ -1,51 +1,17 @@
 """The order of point-to-point operations of the pipeline schedules, which must not deadlock with NCCL."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests import nccl
+from tests.distributed.test_standalone import Batch, Decoder
 from tests.pool import Ranks
 from tests.training import mesh_of
 from titanlike.config.layout import SCHEDULES
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.utils import compat
 
-DIM, VOCAB, LENGTH = 4, 8, 2
 NUM_GROUPS = 2 if compat.has_gradient_group() else 1
-
-
-class Model(nn.Module):
-    """The smallest model that a pipeline can split, with a tied head."""
-
-    first_stage_modules = ("tok_embeddings",)
-    last_stage_modules = ("output",)
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.tok_embeddings: Any = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleDict({str(i): nn.Linear(DIM, DIM) for i in range(num_blocks)})
-        self.output: Any = nn.Linear(DIM, VOCAB, bias=False)
-        self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = h + layer(h).relu()
-        if self.output is None:
-            return h
-        logits: Tensor = self.output(h)
-        return logits if labels is None else logits.sum()
-
-
-class Batch:
-    """A micro-batch."""
-
-    def __init__(self) -> None:
-        self.inputs = {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}
-        self.labels = self.inputs["tokens"]
 
 
 def _operations(cases: list[tuple[str, int, list[int]]]) -> list[dict[str, list[nccl.Batch]]]:
@@ -55,10 +21,10 @@ def _operations(cases: list[tuple[str, int, list[int]]]) -> list[dict[str, list[
     found = []
     for schedule, stages_per_rank, counts in cases:
         num_stages = stages_per_rank * mesh.size()
-        model = Pipeline(Model(num_stages), mesh, schedule=schedule, split=[1] * num_stages, dtype=torch.float32)
+        model = Pipeline(Decoder(num_stages), mesh, schedule=schedule, split=[1] * num_stages, dtype=torch.float32)
         operations = {}
         for count in counts:
-            batches = [Batch() for _ in range(count)]
+            batches = [Batch(torch.zeros(1, 2, dtype=torch.long)) for _ in range(count)]
             with nccl.recorded() as operations[f"{schedule}, {stages_per_rank} stages, step of {count}"]:
                 model.forward_backward(batches, lambda loss: loss)
             with nccl.recorded() as operations[f"{schedule}, {stages_per_rank} stages, validation of {count}"]:

@@ -330,10 +330,10 @@ class Decoder(nn.Module):
     first_stage_modules = ("tok_embeddings",)
     last_stage_modules = ("output",)
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         self.tok_embeddings: Any = nn.Embedding(32, 16)
-        self.layers = nn.ModuleDict({str(i): nn.Linear(16, 16) for i in range(4)})
+        self.layers = nn.ModuleDict({str(i): nn.Linear(16, 16) for i in range(num_blocks)})
         self.output: Any = nn.Linear(16, 32, bias=False)
         self.output.weight = self.tok_embeddings.weight
 
@@ -343,8 +343,8 @@ class Decoder(nn.Module):
             h = h + layer(h).relu()
         if self.output is None:
             return h
-        assert labels is not None
-        return F.cross_entropy(self.output(h).flatten(0, 1), labels.flatten(), reduction="sum")
+        logits: Tensor = self.output(h)
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 class Batch:

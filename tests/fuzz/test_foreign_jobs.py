@@ -11,6 +11,7 @@ import pytest
 import titanlike.optim.schedule  # noqa: F401  imports torch, before time is measured
 from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
+from tests.launching import nested
 from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.migration import megatron, torchtitan
@@ -45,14 +46,7 @@ def job_config(rng: random.Random) -> dict[str, Any]:
     for key in rng.sample(sorted(KEYS), rng.randint(0, 12)):
         same = [value for value in VALUES if type(value) is type(KEYS[key].default)]
         given[key] = rng.choice(same if same and rng.random() < 0.7 else VALUES)
-    tables: dict[str, Any] = {}
-    for key, value in given.items():
-        *path, name = key.split(".")
-        table = tables
-        for part in path:
-            table = table.setdefault(part, {})
-        table[name] = value
-    return tables
+    return nested(given)
 
 
 def command_line(rng: random.Random) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from tests.launching import nested
 from titanlike.config import UserError, effect
 from titanlike.config.base import OnlyWith, only_if, section
 from titanlike.config.layout import DIMENSIONS
@@ -59,10 +60,7 @@ class Case:
 
     def table(self, values: dict[str, Any]) -> str:
         """Returns the text of a recipe with these keys."""
-        tables: dict[str, dict[str, Any]] = {}
-        for key, value in (dict(self.fixed) | values).items():
-            tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
-        return dump(tables)
+        return dump(nested(dict(self.fixed) | values))
 
     @property
     def default(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import migration
-from tests.launching import Cli
+from tests.launching import Cli, nested
 from titanlike.config import UserError
 from titanlike.config.optimizer import Schedule
 from titanlike.models.llama import Llama
@@ -82,14 +82,7 @@ def mega(folder: Path, *options: str, gpus: int | None = None, base: str = LLAMA
 def test_every_key_of_torchtitan_is_in_the_recipe_or_named() -> None:
     given: dict[str, Any] = {key: known.default for key, known in KEYS.items() if known.default is not None}
     given |= {"model.flavor": "8B", "training.dataset": "c4"}
-    tables: dict[str, Any] = {}
-    for key, value in given.items():
-        *path, name = key.split(".")
-        table = tables
-        for part in path:
-            table = table.setdefault(part, {})
-        table[name] = value
-    job = torchtitan.convert("job.toml", tables, 8)
+    job = torchtitan.convert("job.toml", nested(given), 8)
     assert set(job.mapped) | set(job.not_mapped) == set(given) and not set(job.mapped) & set(job.not_mapped)
     assert all(f"#   {key} = " in job.text() for key in job.not_mapped)
     # At its default, no key has an effect that is lost, but that every second block is recomputed.
