@@ -35,7 +35,8 @@ class CrossEntropy:
     """The cross-entropy that an LM head computes from its labels.
 
     Args:
-        chunk: tokens whose logits exist at the same time; 0: all. Logits that are given (`Logits.weight` is None) are one chunk.
+        chunk: tokens whose logits exist at the same time; 0: all. Logits that are given (`Logits.weight` is None) are one chunk
+            in eager mode, but for `reduction="none"`.
         vocab_group: ranks that share the vocabulary.
         backend: `torch.compile` backend for everything but the matmuls; empty: eager.
         retain_graph: that of `chunked_loss`.
@@ -61,9 +62,9 @@ class CrossEntropy:
                 is the loss of the others.
         """
         of_tokens = labels.flatten()
-        function = compiled(cross_entropy_inplace, "" if logits.weight is None else self.backend)
 
         def of_each(values: Tensor, rows: slice, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+            function = compiled(cross_entropy_inplace, self.backend)
             losses, _ = function(values, of_tokens[rows], self.vocab_group, None, logits.soft_cap, scale, "none")
             return losses, values
 
@@ -74,6 +75,8 @@ class CrossEntropy:
         z_loss = self.z_loss if self.z_loss and torch.is_grad_enabled() else None
         number, weight = auxiliary or (0, 1.0)
         num_main = len(of_tokens) - number * labels.shape[-1]  # tokens
+        chunk, backend = (0, "") if logits.weight is None else (self.chunk, self.backend)
+        function = compiled(cross_entropy_inplace, backend)
 
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor | None, ...], Tensor]:
             is_main = rows.start < num_main
@@ -83,7 +86,6 @@ class CrossEntropy:
                 return (loss, z_term, None), values
             return (None, None, loss if z_term is None else loss - z_term), values
 
-        chunk = 0 if logits.weight is None else self.chunk
         chunks = slices(0, num_main, chunk) + slices(num_main, len(of_tokens), chunk)
         loss, z_term, of_auxiliary = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
         assert loss is not None

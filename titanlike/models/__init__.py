@@ -3,5 +3,3 @@
 Each family has its config (`*_config.py`, which does not import torch) beside its module. Families that are built like Llama share
 the module in `llama.py`.
 """
-
-import titanlike.config  # noqa: F401  first: its recipes contain the configs of this package
