@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_dense_mask
-from titanlike.models.layers import attention_backend
+from titanlike.models.common.document_mask import block_mask_attention, document_block_mask, document_dense_mask
+from titanlike.models.common.layers import attention_backend
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
 LENGTHS = {"cpu": (256, 512), "cuda": (2048, 8192, 32768)}

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 from benchmarks.models import MODELS, Model, config_of
 from titanlike.metrics.hardware import device_name, peak_flops
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.layers import ATTENTION_BACKENDS, attention_backend
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 7) -> float:

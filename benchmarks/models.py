@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Training
 from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.metrics.hardware import device_name
-from titanlike.models.init import initialize
-from titanlike.models.layers import set_loss
+from titanlike.models.common.init import initialize
+from titanlike.models.common.layers import set_loss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile

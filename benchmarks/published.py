@@ -9,9 +9,9 @@ from typing import Any
 
 from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen3Config
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.program import Program, load_program

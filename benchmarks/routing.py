@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.figures import cpu_name
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.experts import Router, limit_to_groups
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.common.experts import Router, limit_to_groups
+from titanlike.models.deepseek.config import DeepseekV3Config
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.run.run_dir import versions
 
 MODELS: dict[str, MoeConfig] = {

@@ -149,7 +149,7 @@ def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
     from titanlike.data.batches.loader import BatchLoader
     from titanlike.data.batches.packed_dataset import PackedDataset, ShuffledMixture
     from titanlike.data.tokens.arrays import InMemoryTokens
-    from titanlike.models.init import initialize
+    from titanlike.models.common.init import initialize
     from titanlike.models.registry import build_model
 
     config = config_of(model)

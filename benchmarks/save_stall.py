@@ -40,7 +40,7 @@ from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, staging
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import ActivationCheckpoint, Checkpoint, Compile, Float8, Parallelism, Training
 from titanlike.distributed import process_group
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.mesh import build_mesh

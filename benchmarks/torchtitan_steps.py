@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training, section
 from titanlike.distributed.process_group import session
-from titanlike.models.base_config import ParameterSpec
-from titanlike.models.document_mask import Mask
-from titanlike.models.init import initialize
-from titanlike.models.llama import Attention, Llama, apply_rope
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.config import ParameterSpec
+from titanlike.models.common.document_mask import Mask
+from titanlike.models.common.init import initialize
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.llama.model import Attention, Llama, apply_rope
 from titanlike.models.registry import build_model, register_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize

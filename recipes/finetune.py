@@ -26,7 +26,7 @@ from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim import (
     NonFiniteGuard,

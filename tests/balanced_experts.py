@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.models.experts import Routes, routers
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.common.experts import Routes, routers
+from titanlike.models.moe.config import MoeConfig
 
 
 def balance_experts(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # Everything that a training process of any test imports.
 PRELOADED = (
     "recipes.pretrain", "titanlike.run.launch", "titanlike.tools.cli.main", "titanlike.distributed.torchrun",
-    "titanlike.float8.all_gather", "titanlike.float8.linear", "titanlike.float8.tensor_parallel", "titanlike.models.llama",
+    "titanlike.float8.all_gather", "titanlike.float8.linear", "titanlike.float8.tensor_parallel", "titanlike.models.llama.model",
     "titanlike.parallelisms.pipeline", "titanlike.tools.planning.hooks", "torch._dynamo", "torch.distributed.pipelining",
     "torch.utils.tensorboard", "tests.training",
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.recipe import PretrainRecipe
 

@@ -21,19 +21,18 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.finetune import ChatData
 from titanlike.distributed.watchdog import Watchdog
-from titanlike.models.bert_config import BertConfig
-from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
-from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.init import initialize
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.common.init import initialize
+from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.modernbert.config import ModernBertConfig
+from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
-from titanlike.models.t5_config import T5Config
+from titanlike.models.t5.config import T5Config
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.recipe import PretrainRecipe

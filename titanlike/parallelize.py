@@ -18,8 +18,8 @@ from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Par
 from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.losses.own import LossFunction, OwnLoss, check_loss
 from titanlike.losses.terms import BALANCE_LOSS, MTP_LOSS, Z_LOSS, LossTerms
-from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import LMHead, TiedLMHead, set_loss
+from titanlike.models.common.document_mask import DocumentMask
+from titanlike.models.common.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision, cast_parameters
@@ -69,7 +69,7 @@ def parallelize(
         check_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
     if lora and lora.rank:
-        from titanlike.models.lora import apply_lora
+        from titanlike.models.common.lora import apply_lora
 
         apply_lora(model, blocks(model), lora)
     master_dtype = getattr(torch, training.master_dtype)
@@ -114,7 +114,7 @@ def parallelize(
                 overlap_tensor(part, mesh.tensor)
     inner_units: dict[nn.Module, DeviceMesh] = {}
     if mesh.expert is not None and mesh.expert_fsdp is not None:
-        from titanlike.models.experts import routers
+        from titanlike.models.common.experts import routers
         from titanlike.parallelisms.expert import apply_expert
 
         # A stage of the first blocks may have none.

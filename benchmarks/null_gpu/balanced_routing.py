@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.models.experts import Experts
+from titanlike.models.common.experts import Experts
 from titanlike.parallelisms import expert
 
 

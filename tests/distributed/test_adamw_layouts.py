@@ -12,7 +12,7 @@ from tests.checkpoints import assert_equal_state, assert_identical, drop_last, r
 from tests.pool import Ranks
 from tests.training import LLAMA, mesh_of, tiny, train
 from titanlike.config.sections import Parallelism
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _random_bits
 from titanlike.optim.optimizer import AdamW
 from titanlike.recipe import PretrainRecipe

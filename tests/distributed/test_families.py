@@ -32,8 +32,8 @@ from tests.training import (
     train,
 )
 from titanlike.losses.cross_entropy import CrossEntropy
-from titanlike.models.init import initialize
-from titanlike.models.layers import set_loss
+from titanlike.models.common.init import initialize
+from titanlike.models.common.layers import set_loss
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.tensor import apply_tensor
 

@@ -25,8 +25,8 @@ from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import matmul_of
 from titanlike.interop.weights import load_weights
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.recipe import PretrainRecipe

@@ -24,7 +24,7 @@ from titanlike.metrics import Monitor, machine_records
 from titanlike.metrics import model_statistics as statistics
 from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
-from titanlike.models.experts import routers
+from titanlike.models.common.experts import routers
 
 Z_LOSS = 0.01
 TERMS = ("z_loss", "balance_loss", "mtp_loss", "experts/max_load", "experts/entropy")

@@ -26,7 +26,7 @@ from tests.training import (
 )
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
-from titanlike.models.experts import MixtureOfExperts, Router, routers
+from titanlike.models.common.experts import MixtureOfExperts, Router, routers
 from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
@@ -353,6 +353,7 @@ def _refused(dense: bool) -> str:
 
 def test_what_cannot_be_distributed_is_refused(ranks: Ranks) -> None:
     assert (
-        ranks(2).run(_refused, True) == ["Llama has no MixtureOfExperts (titanlike.models.experts) to distribute"] * 2
+        ranks(2).run(_refused, True)
+        == ["Llama has no MixtureOfExperts (titanlike.models.common.experts) to distribute"] * 2
     )
     assert "2 expert-parallel ranks do not divide the 3 experts of w1" in ranks(2).run(_refused, False)[0]

@@ -12,9 +12,9 @@ from tests.losses import linear_cross_entropy
 from tests.pool import Ranks, user_error
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config.sections import Parallelism
-from titanlike.models.document_mask import DocumentMask
-from titanlike.models.dropout import Dropout
-from titanlike.models.layers import DotProductAttention
+from titanlike.models.common.document_mask import DocumentMask
+from titanlike.models.common.dropout import Dropout
+from titanlike.models.common.layers import DotProductAttention
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelAttention,

@@ -17,14 +17,13 @@ from tests.balanced_experts import balance_experts
 from tests.pool import Ranks
 from tests.training import build, tiny
 from titanlike.data.batches.loader import Batch
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.gemma_config import Gemma3Config
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.moe_config import MixtralConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.deepseek.config import DeepseekV3Config
+from titanlike.models.gemma.config import Gemma3Config
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.moe.config import MixtralConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.recipe import PretrainRecipe

@@ -16,7 +16,7 @@ from tests.training import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MODERNBERT, MULT
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
 from titanlike.losses.cross_entropy import CrossEntropy
-from titanlike.models.document_mask import DocumentMask
+from titanlike.models.common.document_mask import DocumentMask
 from titanlike.models.registry import blocks
 from titanlike.parallelisms import activation_checkpoint, activation_offload, fsdp
 from titanlike.parallelisms import compile as compilation

@@ -13,7 +13,7 @@ from tests.parity import COMPILED, FAST, Parity
 from tests.pool import Ranks
 from tests.training import LLAMA, MODELS, Observer, Operations, build, tiny, train, train_on_rank
 from titanlike.config.sections import ActivationCheckpoint, Compile, Training
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile

@@ -97,7 +97,7 @@ def test_stopped_process_is_named_and_killed(tmp_path: Path) -> None:
 
 
 MOMENTS = {
-    "start": Fault("titanlike.models.init.initialize", rank=1, do="SIGSTOP"),
+    "start": Fault("titanlike.models.common.init.initialize", rank=1, do="SIGSTOP"),
     "first step": Fault("titanlike.optim.clipping.gradient_norms", rank=1, step=1, do="SIGSTOP"),
     "save": Fault("titanlike.checkpoint.saver.CheckpointManager.save", rank=1, step=2, do="SIGSTOP"),
     "validation": Fault("titanlike.data.batches.loader.BatchLoader.first_batches", rank=1, step=3, do="SIGSTOP"),

@@ -30,7 +30,7 @@ from titanlike.interop.export import export
 from titanlike.interop.generation_config import generation_config, stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.models.registry import build_model
 from titanlike.tools.cli import interchange as commands
 from titanlike.tools.programs import load_known

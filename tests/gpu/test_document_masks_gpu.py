@@ -11,7 +11,12 @@ from torch import Tensor
 from benchmarks.null_gpu.values import compare_values
 from tests.documents import documents, zigzag
 from tests.launching import SMALL, losses, run
-from titanlike.models.document_mask import DocumentMask, block_mask_attention, document_block_mask, document_dense_mask
+from titanlike.models.common.document_mask import (
+    DocumentMask,
+    block_mask_attention,
+    document_block_mask,
+    document_dense_mask,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}

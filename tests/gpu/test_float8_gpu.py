@@ -19,8 +19,8 @@ from benchmarks.null_gpu.values import compare_values
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.distributed import process_group
 from titanlike.float8.linear import apply_float8
-from titanlike.models.init import initialize
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.init import initialize
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.parallelisms.mesh import build_mesh

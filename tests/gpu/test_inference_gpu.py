@@ -10,7 +10,7 @@ from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.inference.tasks import CONFIG, evaluator_of, write_files
 from tests.interop.models import CONFIGS, model_of
 from titanlike.inference.logits import recomputed_logits
-from titanlike.models.layers import attention_backend
+from titanlike.models.common.layers import attention_backend
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.inference.cached_logits import CachedLogits
 

@@ -8,9 +8,9 @@ import torch
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
 from tests.training import Operations
-from titanlike.models.experts import Router
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.models.common.experts import Router
+from titanlike.models.common.grouped_matmul import grouped_matmul
+from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.utils import compat
 

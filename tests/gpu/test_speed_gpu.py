@@ -12,7 +12,7 @@ from benchmarks.null_gpu.values import compare_values
 from recipes import pretrain
 from tests.losses import linear_cross_entropy
 from tests.shrunk import STEPS, WARM, before_each_step, small
-from titanlike.models.layers import attention_backend
+from titanlike.models.common.layers import attention_backend
 from titanlike.run.run_dir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

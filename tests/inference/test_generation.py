@@ -17,9 +17,9 @@ from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.inference.generation import TextStream, generate
 from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import DotProductAttention
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.document_mask import DocumentMask
+from titanlike.models.common.layers import DotProductAttention
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts

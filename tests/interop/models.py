@@ -12,19 +12,18 @@ from titanlike.checkpoint.format import ShardRange
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights, load_weights, open_weights
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.bert_config import BertConfig
-from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
-from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.modernbert.config import ModernBertConfig
+from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
-from titanlike.models.t5_config import T5Config
+from titanlike.models.t5.config import T5Config
 
 SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
 GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from tests.interop.models import export_model
 from titanlike.interop.weights import open_weights
 from titanlike.losses import IGNORE
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -10,10 +10,10 @@ from tests.interop.models import CONFIGS, ENCODERS, T5, assert_equal_weights, ch
 from tests.interop.reference import num_parameters
 from titanlike.config import UserError
 from titanlike.interop.weights import open_weights
-from titanlike.models.bert_config import BertConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.t5_config import T5Config
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.modernbert.config import ModernBertConfig
+from titanlike.models.t5.config import T5Config
 
 MODERNBERT = ENCODERS["ModernBERT"]
 

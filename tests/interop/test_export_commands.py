@@ -10,7 +10,7 @@ import pytest
 from tests.interop.models import ENCODERS, LLAMA, T5, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
 from titanlike.interop.hf_folder import fields_of
-from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.llama.config import LLAMA_SIZES, LlamaConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.programs import load_known
 

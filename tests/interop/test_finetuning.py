@@ -27,7 +27,7 @@ from titanlike.interop.export import export
 from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, load_weights, open_weights
-from titanlike.models.lora import apply_lora
+from titanlike.models.common.lora import apply_lora
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mixed_precision import cast_parameters
 from titanlike.run.preflight import check_recipe

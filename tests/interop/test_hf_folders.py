@@ -31,10 +31,9 @@ from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import open_weights
-from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
-from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +398,7 @@ from pathlib import Path
 import torch
 
 from titanlike.checkpoint.format import ShardRange, write_tensors
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights, open_weights

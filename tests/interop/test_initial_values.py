@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.interop.models import CONFIGS, T5, export_model, model_of
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours

@@ -23,7 +23,7 @@ from titanlike.data.tokens.tokenizer import Separator
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.losses import IGNORE
 from titanlike.losses.terms import LossTerms
-from titanlike.models.deepseek_config import DEEPSEEK_V3_SIZES, DeepseekV3Config
+from titanlike.models.deepseek.config import DEEPSEEK_V3_SIZES, DeepseekV3Config
 from titanlike.models.registry import build_model
 from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import DpoRecipe

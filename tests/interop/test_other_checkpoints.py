@@ -23,7 +23,7 @@ from titanlike.checkpoint.store import LocalStore
 from titanlike.config import UserError
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.interop.weights import CheckpointWeights, open_weights
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.tools.migration.checkpoints import export_checkpoint, import_checkpoint

@@ -23,7 +23,7 @@ from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.hf_parameters import stored_tensors
 from titanlike.interop.weights import load_initial
-from titanlike.models.init import initialize
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import gradient_norms
 from titanlike.parallelize import parallelize

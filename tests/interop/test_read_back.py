@@ -19,12 +19,12 @@ from titanlike.config import UserError
 from titanlike.interop.hf_folder import config_problems, read_config
 from titanlike.interop.hf_folder import fields_of as recipe_fields
 from titanlike.interop.weights import load_weights, open_weights
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import FAMILIES, all_configs, config_class
-from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
-from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
-from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.moe_config import MixtralConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
+from titanlike.models.families import FAMILIES, all_configs, config_class
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.modernbert.config import ModernBertConfig
+from titanlike.models.moe.config import MixtralConfig
 from titanlike.models.registry import build_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours

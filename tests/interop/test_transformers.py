@@ -24,8 +24,8 @@ from titanlike.interop.hf_parameters import whole
 from titanlike.interop.tokenizer_files import adds_bos_and_eos, tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.losses import IGNORE
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.experts import routers
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.experts import routers
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.data.train_tokenizer import train

@@ -11,7 +11,7 @@ from typing import Literal
 from titanlike.recipe import PretrainRecipe
 from titanlike.config import section
 from titanlike.config.base import Positive
-from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.common.config import ParameterSpec, TransformerConfig
 
 
 @section
@@ -59,8 +59,8 @@ from torch import nn
 
 from parallel_config import ParallelConfig
 from titanlike.models.registry import register_model
-from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import DotProductAttention, LMHead
+from titanlike.models.common.document_mask import DocumentMask
+from titanlike.models.common.layers import DotProductAttention, LMHead
 
 
 @register_model(ParallelConfig)

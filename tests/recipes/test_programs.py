@@ -43,8 +43,8 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.interop.weights import load_initial
 from titanlike.losses import IGNORE
 from titanlike.metrics import Measured, Monitor, monitor, profiler
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.init import initialize
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim import NonFiniteGuard, build_optimizer, clip_gradients, gradient_norms, learning_rate
 from titanlike.optim.clipping import unscale_gradients

@@ -19,7 +19,7 @@ from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt.config import GPTConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
 from titanlike.run.preflight import check_recipe

@@ -9,8 +9,8 @@ import pytest
 
 from titanlike.config import UserError, section
 from titanlike.config.base import divisors
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.recipe import PretrainRecipe, load, to_toml
 
 

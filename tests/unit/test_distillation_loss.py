@@ -19,7 +19,7 @@ from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.losses.distillation import DistillationLoss, KeptLogits, distillation_loss
 from titanlike.losses.top_k import top_k_of
-from titanlike.models.layers import LMHead
+from titanlike.models.common.layers import LMHead
 from titanlike.run.distillation import set_distillation_loss
 from titanlike.run.preflight import check_recipe
 

@@ -17,18 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.documents import documents, zigzag
 from tests.training import GEMMA2, GPT_, GPT_OSS, LLAMA
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.document_mask import (
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.document_mask import (
     BLOCK_SIZE,
     DocumentMask,
     block_mask_attention,
     document_block_mask,
     document_dense_mask,
 )
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.init import initialize
-from titanlike.models.layers import DotProductAttention
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.init import initialize
+from titanlike.models.common.layers import DotProductAttention
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
@@ -55,7 +55,9 @@ def to_dense(mask: BlockMask, batch: int) -> tuple[Tensor, int, int]:
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """FlexAttention in eager mode, without its compiler."""
-    monkeypatch.setattr("titanlike.models.document_mask.compiled_flex_attention", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(
+        "titanlike.models.common.document_mask.compiled_flex_attention", lambda: flex_attention.flex_attention
+    )
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
     yield monkeypatch

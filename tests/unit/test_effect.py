@@ -19,7 +19,7 @@ from titanlike.config.base import OnlyWith, only_if, section
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Data
 from titanlike.config.shipped import PROGRAMS, recipe_path, shipped_recipes
-from titanlike.models.configs import all_configs
+from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.load import dump

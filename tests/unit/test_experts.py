@@ -15,13 +15,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from tests.training import Operations
 from titanlike.losses import IGNORE
-from titanlike.models import grouped_matmul as grouped
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.grouped_matmul import grouped_matmul
-from titanlike.models.moe import build_feed_forward
-from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.common import grouped_matmul as grouped
+from titanlike.models.common.experts import BalanceLoss, MixtureOfExperts, Router, routers
+from titanlike.models.common.grouped_matmul import grouped_matmul
+from titanlike.models.deepseek.config import DeepseekV3Config
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.moe.model import build_feed_forward
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms import activation_checkpoint
@@ -363,7 +363,7 @@ def test_grouped_matmul_equals_a_loop_over_groups(counts: list[int]) -> None:
 
 def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an expert-parallel rank none of whose experts has tokens."""
-    monkeypatch.setattr("titanlike.models.grouped_matmul._has_kernel", lambda *_: True)
+    monkeypatch.setattr("titanlike.models.common.grouped_matmul._has_kernel", lambda *_: True)
     monkeypatch.setattr("titanlike.utils.compat.grouped_mm", None)
     x, weight = torch.empty(0, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     out = grouped_matmul(x, weight, torch.zeros(3, dtype=torch.int32))

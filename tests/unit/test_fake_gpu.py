@@ -27,8 +27,8 @@ from titanlike.losses.distillation import distillation_loss
 from titanlike.losses.terms import LossTerms
 from titanlike.losses.top_k import top_k_of
 from titanlike.metrics.model_statistics import ModelStatistics
-from titanlike.models.document_mask import DocumentMask
-from titanlike.models.experts import _Float32Linear
+from titanlike.models.common.document_mask import DocumentMask
+from titanlike.models.common.experts import _Float32Linear
 from titanlike.models.registry import build_model
 from titanlike.optim.low_precision_adamw import _block_scales, _random_bits
 from titanlike.optim.muon import Muon

@@ -17,8 +17,8 @@ from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import Float8Shard, wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.recipe import PretrainRecipe

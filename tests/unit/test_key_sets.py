@@ -24,8 +24,8 @@ from titanlike.data.tokens.shards import Manifest, Shard
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop import generation_config
 from titanlike.interop.hf_folder import KEY_TYPES, config_problems, read_config
-from titanlike.models.configs import all_configs
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.families import all_configs
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import DpoRecipe

@@ -20,8 +20,8 @@ from titanlike.losses import IGNORE
 from titanlike.losses.chunked import compiled
 from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
 from titanlike.losses.own import check_loss
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.layers import LMHead, TiedLMHead
+from titanlike.models.common.layers import LMHead, TiedLMHead
+from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 

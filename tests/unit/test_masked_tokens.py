@@ -25,7 +25,7 @@ from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.accuracy import LossAndAccuracy
-from titanlike.models.layers import TiedLMHead
+from titanlike.models.common.layers import TiedLMHead
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.mlm import MlmRecipe

@@ -15,8 +15,8 @@ from benchmarks import migration
 from tests.launching import Cli, nested
 from titanlike.config import UserError
 from titanlike.config.optimizer import Schedule
-from titanlike.models.llama import Llama
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.llama.model import Llama
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate
 from titanlike.recipe import PretrainRecipe, load

@@ -19,28 +19,28 @@ from titanlike.config.base import section
 from titanlike.config.finetune import Lora
 from titanlike.losses.chunked import Logits, scaled
 from titanlike.losses.cross_entropy import cross_entropy_inplace
-from titanlike.models import layers, registry
-from titanlike.models.base_config import ParameterSpec, TransformerConfig
-from titanlike.models.bert_config import BertConfig
-from titanlike.models.configs import all_configs
-from titanlike.models.deepseek_config import (
+from titanlike.models import registry
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.common import layers
+from titanlike.models.common.config import ParameterSpec, TransformerConfig
+from titanlike.models.common.dropout import Dropout
+from titanlike.models.common.experts import Router
+from titanlike.models.common.init import initialize
+from titanlike.models.common.layers import TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.common.lora import apply_lora
+from titanlike.models.deepseek.config import (
     DeepseekV2Config,
     DeepseekV3Config,
 )
-from titanlike.models.dropout import Dropout
-from titanlike.models.experts import Router
-from titanlike.models.gemma_config import Gemma2Config, Gemma3Config, GemmaConfig
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.init import initialize
-from titanlike.models.layers import TiedLMHead, UnitOffsetRMSNorm
-from titanlike.models.llama import Llama, apply_rope, rotary_angles
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.lora import apply_lora
-from titanlike.models.modernbert_config import ModernBertConfig
-from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.families import all_configs
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.llama.model import Llama, apply_rope, rotary_angles
+from titanlike.models.modernbert.config import ModernBertConfig
+from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model, register_model
 from titanlike.tools import doctor
 

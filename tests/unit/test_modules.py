@@ -14,9 +14,9 @@ from titanlike.config import UserError
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import apply_float8
-from titanlike.models.configs import all_configs
-from titanlike.models.init import initialize
-from titanlike.models.lora import apply_lora
+from titanlike.models.common.init import initialize
+from titanlike.models.common.lora import apply_lora
+from titanlike.models.families import all_configs
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision, cast_parameters
 from titanlike.parallelisms.pipeline import _stage_module

@@ -12,8 +12,8 @@ from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.config.sections import Parallelism
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.moe_config import MixtralConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.moe.config import MixtralConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer

@@ -9,9 +9,9 @@ from torch import nn
 from titanlike.config import UserError
 from titanlike.config.optimizer import Optimizer, OptimizerGroup, Schedule
 from titanlike.config.sections import Training
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
 from titanlike.optim.muon import Muon

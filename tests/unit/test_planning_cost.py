@@ -17,16 +17,15 @@ from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.gemma_config import Gemma2Config
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.gpt_oss_config import GptOssConfig
-from titanlike.models.llama import rotary_angles
-from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.lora import apply_lora
-from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.common.lora import apply_lora
+from titanlike.models.deepseek.config import DeepseekV3Config
+from titanlike.models.gemma.config import Gemma2Config
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.gpt_oss.config import GptOssConfig
+from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.llama.model import rotary_angles
+from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.recipe import PretrainRecipe

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from titanlike.models.bert_config import BERT_SIZES, BertConfig
-from titanlike.models.deepseek_config import DeepseekV3Config
-from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.bert.config import BERT_SIZES, BertConfig
+from titanlike.models.deepseek.config import DeepseekV3Config
+from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.job import Job

@@ -9,9 +9,9 @@ import torch
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.lora import apply_lora
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.lora import apply_lora
+from titanlike.models.moe.config import MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import Cli
 from titanlike.config import UserError
-from titanlike.models.moe_config import MixtralConfig
+from titanlike.models.moe.config import MixtralConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak

@@ -26,7 +26,7 @@ from titanlike.data.tokens.pairs import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.preferences import Answers, preference_loss
-from titanlike.models.moe_config import Qwen3MoeConfig
+from titanlike.models.moe.config import Qwen3MoeConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.preflight import check_recipe

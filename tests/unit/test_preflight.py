@@ -17,9 +17,9 @@ from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
-from titanlike.models.t5_config import T5_SIZES, T5Config
+from titanlike.models.gpt.config import GPTConfig
+from titanlike.models.llama.config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.t5.config import T5_SIZES, T5Config
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.seq2seq import Seq2SeqRecipe

@@ -12,7 +12,7 @@ from tests.interop.models import CONFIGS, GPT_OSS, model_of
 from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
-from titanlike.models import attention_logits
+from titanlike.models.common import attention_logits
 from titanlike.optim import build_optimizer
 from titanlike.optim.qk_clip import QKClip
 from titanlike.run.option_problems import qk_clip_problems

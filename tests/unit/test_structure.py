@@ -99,7 +99,7 @@ def test_imports_go_downward() -> None:
 
 
 def test_configs_import_no_torch() -> None:
-    folders = ("config/*.py", "recipe/*.py", "models/*_config.py", "models/configs.py")
+    folders = ("config/*.py", "recipe/*.py", "models/*/*config.py", "models/families.py")
     configs = [path for folder in folders for path in PACKAGE.glob(folder)]
     assert len(configs) > 30
     assert [module_of(path) for path in configs for name in imports(path) if name.split(".")[0] == "torch"] == []

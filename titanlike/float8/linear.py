@@ -11,7 +11,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.losses.chunked import Logits
-from titanlike.models.layers import LMHead, head_output
+from titanlike.models.common.layers import LMHead, head_output
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
 from titanlike.utils.modules import rebuild, replace_modules, without_owner
 from titanlike.utils.suppress_warnings import suppress_import_warnings

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 from titanlike.config.base import matches, one_of
 from titanlike.config.sections import Float8
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 
 HEAD = "output"
 

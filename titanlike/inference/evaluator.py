@@ -17,7 +17,7 @@ from titanlike.data.batches.sources import open_validation
 from titanlike.data.tokens.shards import TEST, VALIDATION, Shards
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import process_group
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
-from titanlike.models.base_config import TransformerConfig, equal
+from titanlike.models.common.config import TransformerConfig, equal
 from titanlike.utils.files import read_regular
 
 CONFIG = "config.json"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.format import ShardRange
 from titanlike.config import UserError
-from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.common.config import ParameterSpec, TransformerConfig
 
 T = TypeVar("T")
 

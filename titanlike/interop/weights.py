@@ -30,8 +30,8 @@ from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_parameters import hf_parameters, select_part, stored_part, stored_tensors, whole
 from titanlike.interop.mxfp4 import read_stored, with_mxfp4
-from titanlike.models import lora
-from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.common import lora
+from titanlike.models.common.config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
 

@@ -30,7 +30,7 @@ class ModelStatistics:
         self.device, self.terms, self.num_experts = device, terms, num_experts
         self.routers: list[Any] = []
         if num_experts:
-            from titanlike.models.experts import routers
+            from titanlike.models.common.experts import routers
 
             self.routers = list(routers(model))
         mesh: Any = model.mesh if hasattr(model, "parts") else None
@@ -52,7 +52,7 @@ class ModelStatistics:
     def _balance(self) -> dict[str, Tensor]:
         """Returns the load of the most loaded expert, relative to that of a uniform distribution, in the block where it is largest,
         and the entropy of the load, relative to that of a uniform distribution, in the block where it is smallest."""
-        from titanlike.models.experts import total_load
+        from titanlike.models.common.experts import total_load
 
         extremes = torch.full((2,), -torch.inf, device=self.device, dtype=sum_dtype(self.device))
         load = total_load(self.routers)  # (routers, E)

@@ -1,5 +1,5 @@
-"""Models in plain PyTorch. They know nothing of ranks, meshes, checkpoints or compilers.
+"""Models in plain PyTorch, a folder a family. They know nothing of ranks, meshes, checkpoints or compilers.
 
-Each family has its config (`*_config.py`, which does not import torch) beside its module. Families that are built like Llama share
-the module in `llama.py`.
+A family has its config (`config.py`, which does not import torch) beside its module (`model.py`). Families that are built like
+Llama share its module, or derive from it. `registry.py` builds the model of a config.
 """

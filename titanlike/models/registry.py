@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.base import UserError
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import FAMILIES, all_configs, config_class
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import FAMILIES, all_configs, config_class
 
 
 class LanguageModel(Protocol):
@@ -80,7 +80,7 @@ def build_model(config: TransformerConfig) -> nn.Module:
     """Builds the model that a config describes. Call it under `torch.device("meta")`; `initialize` allocates and fills it."""
     family = FAMILIES.get(config.name)
     if family and type(config) not in _models and type(config) is config_class(config.name):
-        module = importlib.import_module(f"titanlike.models.{family.model_module}")
+        module = importlib.import_module(f"titanlike.models.{family.model_folder}.model")
         _models[type(config)] = getattr(module, family.model_class)
     if type(config) not in _models:
         known = ", ".join(sorted(one.__name__ for one in registered_configs()))
@@ -99,7 +99,7 @@ def build_model(config: TransformerConfig) -> nn.Module:
         if isinstance(module, TORCH_DROPOUT) and module.p:
             raise UserError(
                 f"{name} of {type(model).__name__} is a torch.nn.{type(module).__name__} with p = {module.p}, whose mask depends "
-                "on the layout; use titanlike.models.dropout.Dropout, or p = 0"
+                "on the layout; use titanlike.models.common.dropout.Dropout, or p = 0"
             )
     return model
 

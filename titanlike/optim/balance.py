@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from titanlike.models.experts import Router, total_load
+from titanlike.models.common.experts import Router, total_load
 from titanlike.utils.dtensor import local_tensor
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.checkpoint.staging import shard_range_of
-from titanlike.models.attention_logits import record_logits
-from titanlike.models.layers import DotProductAttention
+from titanlike.models.common.attention_logits import record_logits
+from titanlike.models.common.layers import DotProductAttention
 from titanlike.utils.dtensor import local_tensor
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.distributed.autograd_collectives import all_gather
-from titanlike.models.document_mask import DocumentMask, Mask, masked_attention
-from titanlike.models.layers import DotProductAttention
+from titanlike.models.common.document_mask import DocumentMask, Mask, masked_attention
+from titanlike.models.common.layers import DotProductAttention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
 from titanlike.utils.modules import replace_modules

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import UserError
 from titanlike.distributed.autograd_collectives import all_to_all
-from titanlike.models.experts import Experts, MixtureOfExperts, inverse_of, permute_rows
+from titanlike.models.common.experts import Experts, MixtureOfExperts, inverse_of, permute_rows
 from titanlike.parallelisms.recomputation import KEEPS, keep_for_recomputation
 from titanlike.utils import compat
 from titanlike.utils.modules import ParameterOwner, rebuild, without_owner
@@ -35,7 +35,9 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     group = mesh.get_group(0)
     layers: list[Any] = [module for module in model.modules() if isinstance(without_owner(module), MixtureOfExperts)]
     if not layers:
-        raise UserError(f"{type(model).__name__} has no MixtureOfExperts (titanlike.models.experts) to distribute")
+        raise UserError(
+            f"{type(model).__name__} has no MixtureOfExperts (titanlike.models.common.experts) to distribute"
+        )
     for layer in layers:
         experts: Any = layer.experts
         for name, parameter in list(experts.named_parameters(recurse=False)):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
 from titanlike.distributed import process_group
-from titanlike.models.layers import LMHead, TiedLMHead
+from titanlike.models.common.layers import LMHead, TiedLMHead
 from titanlike.parallelisms.blocks import check_choice
 from titanlike.utils import compat
 from titanlike.utils.dtensor import local_tensor

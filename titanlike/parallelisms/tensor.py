@@ -45,8 +45,8 @@ from titanlike.distributed.autograd_collectives import (
     reduce_scatter,
     split,
 )
-from titanlike.models.experts import BalanceLoss
-from titanlike.models.layers import TiedLMHead
+from titanlike.models.common.experts import BalanceLoss
+from titanlike.models.common.layers import TiedLMHead
 from titanlike.parallelisms.blocks import Blocks, check_choice, find_blocks, list_blocks
 from titanlike.utils.modules import ParameterOwner, replace_modules
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from titanlike.config.base import FilePath, section
 from titanlike.config.distill import RANDOM, Distillation
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import ModelConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import ModelConfig
+from titanlike.models.llama.config import LlamaConfig
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.pretrain import PretrainRecipe
 

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config.base import UserError, nearest, refuse_credentials, show_value, shown
 from titanlike.config.effect import drop_overridden
 from titanlike.config.shipped import shipped_recipes
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import FAMILIES, config_class
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import FAMILIES, config_class
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"

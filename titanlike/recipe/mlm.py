@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from titanlike.config.base import FilePath, section
 from titanlike.config.mlm import MaskedTokens
-from titanlike.models.bert_config import BertConfig
-from titanlike.models.configs import ModelConfig
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.families import ModelConfig
 from titanlike.recipe.pretrain import PretrainRecipe
 
 BYTES = 257  # tokens of the byte tokenizer, none of which is a mask token

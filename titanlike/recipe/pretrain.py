@@ -24,9 +24,9 @@ from titanlike.config.sections import (
     Training,
     Validation,
 )
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import ModelConfig
-from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import ModelConfig
+from titanlike.models.llama.config import LlamaConfig
 
 
 @section

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from titanlike.config.base import FilePath, divisors, one_of, section
 from titanlike.config.seq2seq import Seq2Seq
-from titanlike.models.configs import ModelConfig
-from titanlike.models.t5_config import T5Config
+from titanlike.models.families import ModelConfig
+from titanlike.models.t5.config import T5Config
 from titanlike.recipe.pretrain import PretrainRecipe
 
 BYTES = 257  # tokens of the byte tokenizer, none of which is a sentinel

@@ -23,7 +23,7 @@ from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.losses.distillation import DistillationLoss, KeptLogits
 from titanlike.losses.top_k import TopK
-from titanlike.models.layers import set_loss
+from titanlike.models.common.layers import set_loss
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units

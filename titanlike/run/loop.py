@@ -17,7 +17,7 @@ from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
 from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.metrics import Monitor
-from titanlike.models.layers import attention_backend
+from titanlike.models.common.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.recipe import PretrainRecipe

@@ -8,8 +8,8 @@ from titanlike.config.layout import SCHEDULES
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import all_configs
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe
 
 

@@ -20,7 +20,7 @@ from titanlike.data.batches.pairs import PackedPairs
 from titanlike.data.documents.files import hash_of
 from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import load_initial
-from titanlike.models.lora import disabled_adapters
+from titanlike.models.common.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.answers import Places, Reference, answers_of, places_of

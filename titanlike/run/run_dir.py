@@ -29,7 +29,7 @@ from titanlike.distributed.sagemaker import sagemaker_job
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.hooks import call_hooks
 from titanlike.utils.file_lock import FileLock, LockHeld

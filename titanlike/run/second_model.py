@@ -9,8 +9,8 @@ from torch import nn
 
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.interop.weights import load_initial
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.init import initialize
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.common.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import parallelize

@@ -12,7 +12,7 @@ from titanlike.config import UserError
 from titanlike.interop.export import whole_folder
 from titanlike.interop.hf_parameters import hf_parameters
 from titanlike.interop.weights import CheckpointWeights, Weights
-from titanlike.models.lora import A, B
+from titanlike.models.common.lora import A, B
 from titanlike.utils.files import atomic_write_text
 
 

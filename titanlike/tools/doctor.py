@@ -245,7 +245,11 @@ def _precision(name: str, supported: bool, needed: str, remedy: str, capability:
 
 def _flash_attention() -> list[Finding]:
     """Which versions of FlashAttention `training.attention` can select besides torch's own."""
-    from titanlike.models.flash_attention import FLASH_ATTENTION, flash_attention_problem, restore_flash_attention
+    from titanlike.models.common.flash_attention import (
+        FLASH_ATTENTION,
+        flash_attention_problem,
+        restore_flash_attention,
+    )
 
     findings = []
     for name in FLASH_ATTENTION:

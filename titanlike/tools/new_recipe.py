@@ -13,8 +13,8 @@ from titanlike.config.base import divisors, nearest, validate
 from titanlike.config.schema import describe
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.data.tokens.token_files import is_token_file
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import all_configs
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.load import dump
 from titanlike.run.preflight import check_recipe

@@ -36,7 +36,7 @@ def chat(
     from titanlike.distributed import process_group
     from titanlike.inference.sampling import Sampling
     from titanlike.interop.generation_config import chat_template, stop_tokens
-    from titanlike.models.layers import attention_backend
+    from titanlike.models.common.layers import attention_backend
     from titanlike.tools.inference.cached_logits import CachedLogits
     from titanlike.tools.inference.chat import Chat
     from titanlike.tools.inference.load import default_dtype, load_for_generation

@@ -83,7 +83,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     from titanlike.distributed import process_group
     from titanlike.inference.evaluator import Evaluator
     from titanlike.interop.weights import open_weights
-    from titanlike.models.layers import attention_backend
+    from titanlike.models.common.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
     from titanlike.tools.inference.load import default_dtype, load_for_evaluation
 

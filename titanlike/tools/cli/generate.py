@@ -95,7 +95,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     from titanlike.inference.sampling import Sampling
     from titanlike.interop.generation_config import stop_tokens
     from titanlike.interop.weights import open_weights
-    from titanlike.models.layers import attention_backend
+    from titanlike.models.common.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
     from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
     from titanlike.tools.inference.decoder_logits import DecoderLogits

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.distributed.autograd_collectives import all_gather
-from titanlike.models.document_mask import DocumentMask
+from titanlike.models.common.document_mask import DocumentMask
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.tools.inference.kv_cache import apply_kv_cache

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.models.document_mask import DocumentMask, Mask, masked_attention
+from titanlike.models.common.document_mask import DocumentMask, Mask, masked_attention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 
 NO_DOCUMENTS = "the KV cache does not support document_ids; pass one document per sequence"

@@ -10,7 +10,7 @@ from titanlike.config import UserError
 from titanlike.config.base import divisors, one_of
 from titanlike.config.sections import ActivationCheckpoint, Compile, DType, Float8, Parallelism, Training
 from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import cast_parameters

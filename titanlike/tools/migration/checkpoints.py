@@ -23,7 +23,7 @@ from titanlike.config.optimizer import Optimizer, Schedule
 from titanlike.interop.export import SHARD_SIZE, files_of, whole_folder
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import CheckpointWeights
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.optim.schedule import learning_rate
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.dpo import reference_of

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titanlike.interop.hf_folder import fields_of, read_config
-from titanlike.models.configs import all_configs
+from titanlike.models.families import all_configs
 from titanlike.tools.migration.conversion import Conversion
 
 DEFAULT_SEQ_LEN = 2048

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from titanlike.config.base import UserError, shown
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import config_class
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import config_class
 from titanlike.tools.migration.conversion import Conversion
 
 # Vocabularies, before padding, of tokenizers that need no file to be known.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config import UserError
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 
 
 @dataclass(frozen=True)

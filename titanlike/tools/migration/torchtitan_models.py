@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from titanlike.config.base import UserError
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import config_class
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.families import config_class
 from titanlike.tools.migration.conversion import Conversion
 
 SOURCE_C4 = "hf://datasets/allenai/c4/en/c4-train.*.json.gz"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.float8.selection import float8_layers
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
 

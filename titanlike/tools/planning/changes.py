@@ -9,7 +9,7 @@ from typing import Any
 from titanlike.config.base import divisors, show_value
 from titanlike.config.effect import drop_overridden
 from titanlike.config.layout import SCHEDULES
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job

@@ -1,7 +1,7 @@
 """What the router and the experts of a block compute, keep and send, from formulas. Does not import torch.
 
-Counted from `models/experts.py` and `parallelisms/expert.py`. Memory and traffic assume that all experts compute the same number
-of tokens; time is that of the rank whose experts have most.
+Counted from `models/common/experts.py` and `parallelisms/expert.py`. Memory and traffic assume that all experts compute the same
+number of tokens; time is that of the rank whose experts have most.
 """
 
 import math
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from titanlike.config.sections import DTYPE_BYTES
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.common.config import TransformerConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.collectives import FLOAT32, INT64, Totals
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.config.sections import Float8
-from titanlike.models import layers
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.common import layers
+from titanlike.models.moe.config import MoeConfig
 from titanlike.parallelisms import context, expert
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.torch_internals import efficient_attention

@@ -7,7 +7,7 @@ from typing import Any
 from titanlike.config.finetune import Lora
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import DTYPE_BYTES, ActivationCheckpoint, Parallelism
-from titanlike.models.t5_config import T5Config
+from titanlike.models.t5.config import T5Config
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.distill import DistillRecipe, teacher_of
 from titanlike.recipe.dpo import reference_of

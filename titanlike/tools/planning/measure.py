@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.layers import attention_backend
+from titanlike.models.common.layers import attention_backend
 from titanlike.tools.planning.torch_internals import float8_matmul
 from titanlike.utils.compat import all_gather, reduce_scatter, wait_tensor
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from titanlike.config.layout import blocks_of
 from titanlike.config.sections import DTYPE_BYTES
-from titanlike.models.base_config import TransformerConfig
+from titanlike.models.common.config import TransformerConfig
 from titanlike.tools.planning.activations import BlockActivations, block_activations, weight_copies
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon

@@ -1,7 +1,7 @@
 """The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
 
-Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `losses/cross_entropy.py` and `float8/linear.py`. Bytes are
-those of bfloat16 activations; `Counts.work` scales them to float32.
+Counted from `models/llama/model.py`, `models/gpt/model.py`, `models/common/experts.py`, `losses/cross_entropy.py` and
+`float8/linear.py`. Bytes are those of bfloat16 activations; `Counts.work` scales them to float32.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from functools import cached_property
 
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.float8.selection import HEAD, float8_layers, float8_names
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.activations import CROSS_MATRICES, ordered_matrices
 from titanlike.tools.planning.experts import (
     bias_launches,

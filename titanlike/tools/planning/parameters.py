@@ -8,7 +8,7 @@ from titanlike.config.finetune import Lora
 from titanlike.config.layout import blocks_of
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import HEAD, skip_reasons
-from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.common.config import ParameterSpec, TransformerConfig
 from titanlike.tools.planning.job import Job
 
 SHARDED = {

@@ -7,7 +7,7 @@ others. Does not import torch.
 from dataclasses import dataclass, replace
 
 from titanlike.config import UserError
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.step_time import step_time

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.advice import Advice, is_overhead, limits
 from titanlike.tools.planning.changes import text_of
 from titanlike.tools.planning.hardware import Hardware

@@ -15,7 +15,7 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
-from titanlike.models.moe_config import MoeConfig
+from titanlike.models.moe.config import MoeConfig
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.load import dump
 from titanlike.tools.planning.advice import Check, may_fit

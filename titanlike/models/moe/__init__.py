@@ -1,0 +1,1 @@
+"""Mixtral and Qwen3-MoE."""

@@ -1,0 +1,1 @@
+"""Qwen2 and Qwen3."""
