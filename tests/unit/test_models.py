@@ -28,6 +28,7 @@ from titanlike.models.common.experts import Router
 from titanlike.models.common.init import initialize
 from titanlike.models.common.layers import TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.common.lora import apply_lora
+from titanlike.models.common.rope import apply_rope, rotary_angles
 from titanlike.models.deepseek.config import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -37,7 +38,7 @@ from titanlike.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfi
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
-from titanlike.models.llama.model import Llama, apply_rope, rotary_angles
+from titanlike.models.llama.model import Llama
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config

@@ -18,12 +18,12 @@ from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.common.lora import apply_lora
+from titanlike.models.common.rope import rotary_angles
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.gemma.config import Gemma2Config
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
-from titanlike.models.llama.model import rotary_angles
 from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import blocks, build_model

@@ -4,15 +4,18 @@ Shapes: B sequences, T tokens, S tokens in the KV cache, D model dimension, H he
 values, R dimension of the latent vector, P number of the channels that RoPE rotates.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.common.document_mask import Mask
 from titanlike.models.common.layers import DotProductAttention
+from titanlike.models.common.rope import apply_rope
 from titanlike.models.deepseek.config import DeepseekConfig, DeepseekV3Config
-from titanlike.models.llama.model import Block, FeedForward, apply_rope
-from titanlike.models.moe.model import MoeLlama, build_feed_forward
+from titanlike.models.llama.model import Block, FeedForward
+from titanlike.models.moe.model import MixtureBlock, MoeLlama, build_feed_forward
 from titanlike.utils.modules import without_owner
 
 LATENT_EPS = 1e-6
@@ -37,7 +40,7 @@ class Deepseek(MoeLlama):
         counts: Tensor | None = None,
         next_tokens: Tensor | None = None,
         next_labels: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """Returns what `Llama` returns. In training with labels, `next_tokens` and `next_labels` (B, T, N) add the gradient of the
         losses of further tokens."""
         if labels is None or next_tokens is None or next_labels is None or not torch.is_grad_enabled():
@@ -48,15 +51,15 @@ class Deepseek(MoeLlama):
 
     def build_block(self, index: int) -> nn.Module:
         """Returns a block with experts or, among the first, one without."""
-        config = self.config
+        config, attention = self.config, LatentAttention(self.config)
         if index >= config.num_layers:
             from titanlike.models.deepseek.multi_token import MultiTokenBlock
 
             assert isinstance(config, DeepseekV3Config)
-            return MultiTokenBlock(config, index, build_feed_forward(config), LatentAttention(config))
-        is_dense = index < config.num_dense_layers
-        feed_forward = FeedForward(config, config.dense_ffn_dim) if is_dense else build_feed_forward(config)
-        return Block(config, index, feed_forward, LatentAttention(config))
+            return MultiTokenBlock(config, attention, build_feed_forward(config))
+        if index < config.num_dense_layers:
+            return Block(config, attention, FeedForward(config, config.dense_ffn_dim))
+        return MixtureBlock(config, attention, build_feed_forward(config))
 
 
 class LatentAttention(nn.Module):

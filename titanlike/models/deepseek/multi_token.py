@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from titanlike.models.common.document_mask import Mask
 from titanlike.models.deepseek.config import DeepseekV3Config
-from titanlike.models.llama.model import Block, add_counts, rms_norm
+from titanlike.models.moe.model import MixtureBlock, add_counts
 
 
-class MultiTokenBlock(Block):
+class MultiTokenBlock(MixtureBlock):
     """A block whose input is computed from hidden states and from the embedding of a later token. Its output is normalized, for the
     LM head and for the next of these blocks."""
 
-    def __init__(self, config: DeepseekV3Config, index: int, feed_forward: nn.Module, attention: nn.Module) -> None:
-        super().__init__(config, index, feed_forward, attention)
-        self.enorm, self.hnorm, self.head_norm = (rms_norm(config, config.dim) for _ in range(3))
+    def __init__(self, config: DeepseekV3Config, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__(config, attention, feed_forward)
+        self.enorm, self.hnorm, self.head_norm = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
 
     def forward(  # type: ignore[override]
@@ -53,12 +53,13 @@ def multi_token_loss(
     number = config.num_mtp_layers
     # The embedding and the LM head are each called once, with more sequences, so that FSDP reduces their gradients once.
     h, *embeddings = model.tok_embeddings(torch.cat((tokens, *next_tokens.unbind(-1)))).chunk(1 + number)
-    rope, mask = model.rope_and_masks(tokens, position_ids, document_ids)
-    h, counts = model.run_blocks(h, None, rope, mask)
+    inputs = model.attention_inputs(tokens, position_ids, document_ids)
+    h, counts = model.run_blocks(h, None, inputs)
     states = [model.norm(h)]
     for i, embedding in enumerate(embeddings):
-        layer = model.layers[str(config.num_layers + i)]
-        h, counts = add_counts(layer, layer(states[-1], embedding, rope[False], mask[False]), counts)
+        name = str(config.num_layers + i)
+        layer = model.layers[name]
+        h, counts = add_counts(layer, layer(states[-1], embedding, *inputs[name]), counts)
         states.append(h)
     num_sequences = number * labels.shape[0]
     auxiliary = (num_sequences, config.mtp_loss_weight / number)

@@ -55,7 +55,6 @@ class GemmaConfig(LlamaFamilyConfig):
 
     defaults: ClassVar = {"rope_theta": 10000.0}
     tied_head = True
-    embedding_scale = True
     gelu = True
     own_head_dim = 256
     post_norms = True
@@ -63,6 +62,7 @@ class GemmaConfig(LlamaFamilyConfig):
 
     @property
     def query_scale(self) -> float:
+        """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
         return float((self.head_dim / self.query_scalar) ** 0.5)
 
     def is_local(self, index: int) -> bool:

@@ -62,6 +62,7 @@ class GptOssConfig(MoeConfig):
 
     @property
     def query_scale(self) -> float:
+        """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
         # Published models multiply cosines and sines by the root of this, which the scores have squared.
         return float((1.0 + 0.1 * math.log(max(self.rope_scaling, 1.0))) ** 2)
 

@@ -1,4 +1,4 @@
-"""GPT-OSS: the blocks of Llama with attention sinks and experts.
+"""GPT-OSS in plain PyTorch: the decoder of Mixtral with attention sinks and, in every second block, sliding-window attention.
 
 Shapes: T tokens, D model dimension, H heads.
 """
@@ -6,9 +6,13 @@ Shapes: T tokens, D model dimension, H heads.
 import torch
 from torch import Tensor, nn
 
+from titanlike.models.common.document_mask import DocumentMask, Mask
+from titanlike.models.common.layers import DotProductAttention
+from titanlike.models.common.rope import apply_rope
+from titanlike.models.common.windows import local_and_global
 from titanlike.models.gpt_oss.config import GptOssConfig
-from titanlike.models.llama.model import Attention, Block
-from titanlike.models.moe.model import MoeLlama, build_feed_forward
+from titanlike.models.llama.model import Attention, AttentionInputs
+from titanlike.models.moe.model import MoeLlama
 
 
 class GptOss(MoeLlama):
@@ -16,20 +20,37 @@ class GptOss(MoeLlama):
 
     config: GptOssConfig
 
-    def build_block(self, index: int) -> nn.Module:
-        """Returns a block with attention sinks and experts."""
-        config = self.config
-        attention = SinkAttention(config, config.sliding_window if config.is_local(index) else 0)
-        return Block(config, index, build_feed_forward(config), attention)
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.document_mask = DocumentMask(always=True)  # sinks have no causal kernel
+        self.local_mask = DocumentMask(window=config.sliding_window, always=True)
+
+    def build_attention(self, index: int) -> nn.Module:
+        """Returns attention with sinks."""
+        return SinkAttention(self.config, self.config.sliding_window if self.config.is_local(index) else 0)
+
+    def attention_inputs(
+        self, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> dict[str, AttentionInputs]:
+        return local_and_global(self, tokens, position_ids, document_ids)
 
 
 class SinkAttention(Attention):
-    """Attention with sinks, and with a bias of the output projection."""
+    """Attention with sinks, and with biases of all projections."""
 
-    def __init__(self, config: GptOssConfig, window: int = 0) -> None:
-        super().__init__(config, window)
+    def __init__(self, config: GptOssConfig, window: int) -> None:
+        super().__init__(config, bias=True)
+        self.query_scale = config.query_scale
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim)
+        self.attend = DotProductAttention(window=window)
         self.sinks = Sinks(config.num_heads)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        h = self.attend(
+            apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask, self.sinks()
+        )  # (B, H, T, E)
+        return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
 class Sinks(nn.Module):

@@ -51,8 +51,6 @@ class LlamaFamilyConfig(TransformerConfig):
     """The `head_dim` of a `config.json` that has none, if it is a field, and does not follow from the other fields."""
     qkv_bias: ClassVar[bool] = False
     """Whether the projections of queries, keys and values have a bias."""
-    embedding_scale: ClassVar[bool] = False
-    """Whether the output of the embedding is multiplied by the square root of `dim`."""
     gelu: ClassVar[bool] = False
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
@@ -65,11 +63,6 @@ class LlamaFamilyConfig(TransformerConfig):
     """Keys of `config.json` of which only this value is supported."""
     hf_unused: ClassVar[Mapping[str, Any]] = {}
     """Further keys to write, whose value in other folders has no effect."""
-
-    @property
-    def query_scale(self) -> float:
-        """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
-        return 1.0
 
     def block_parameters(self) -> dict[str, ParameterSpec]:
         return {

@@ -59,7 +59,7 @@ class ModernBertConfig(EncoderConfig):
     # The input of the first block is the output of a norm.
     absent_parameters = ("layers.0.attention_norm.weight",)
     # Of the attention of models/llama/model.py.
-    query_scale, qkv_bias, rope_scaling, rope_scaling_type = 1.0, False, 1.0, "llama3"
+    rope_scaling, rope_scaling_type = 1.0, "llama3"
 
     def is_local(self, index: int) -> bool:
         return self.sliding_window > 0 and index % self.global_attention_every > 0

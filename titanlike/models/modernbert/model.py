@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from titanlike.models.bert.model import layer_norm
 from titanlike.models.common.document_mask import DocumentMask, Mask
-from titanlike.models.common.layers import TiedLMHead
-from titanlike.models.llama.model import Attention, rotary_angles
+from titanlike.models.common.layers import DotProductAttention, TiedLMHead
+from titanlike.models.common.windows import local_and_global
+from titanlike.models.llama.model import Attention
 from titanlike.models.modernbert.config import ModernBertConfig
 
 
@@ -56,16 +57,9 @@ class ModernBert(nn.Module):
         h = tokens
         if self.tok_embeddings is not None and self.embedding_norm is not None:
             h = self.embedding_norm(self.tok_embeddings(tokens))  # (B, T, D)
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        is_local = {name: self.config.is_local(int(name)) for name in self.layers}
-        # Once, for all blocks of a kind.
-        config: Any = self.config
-        rope = {local: rotary_angles(config, position_ids, local=local) for local in set(is_local.values())}
-        masks = {False: self.document_mask, True: self.local_mask}
-        mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
+        inputs = local_and_global(self, tokens, position_ids, document_ids)
         for name, layer in self.layers.items():
-            h = layer(h, rope[is_local[name]], mask[is_local[name]])
+            h = layer(h, *inputs[name])
         h = self.norm(h) if self.norm is not None else h
         if self.transform is not None and self.transform_norm is not None:
             h = self.transform_norm(F.gelu(self.transform(h)))
@@ -90,7 +84,9 @@ class Block(nn.Module):
     def __init__(self, config: ModernBertConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = layer_norm(config) if index else None
-        self.attention = Attention(cast(Any, config), config.sliding_window if config.is_local(index) else 0)
+        self.attention = Attention(cast(Any, config))
+        window = config.sliding_window if config.is_local(index) else 0
+        self.attention.attend = DotProductAttention(window=window, causal=False)
         self.ffn_norm = layer_norm(config)
         self.feed_forward = FeedForward(config)
 

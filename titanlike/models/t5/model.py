@@ -7,12 +7,12 @@ import math
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.layers import DotProductAttention, LMHead
-from titanlike.models.llama.model import FeedForward, rms_norm
 from titanlike.models.t5.config import T5Config
 
 
@@ -153,7 +153,7 @@ class EncoderBlock(nn.Module):
         self.attention_norm = norm(config)
         self.attention = Attention(config, BiasedAttention())
         self.ffn_norm = norm(config)
-        self.feed_forward = FeedForward(cast(Any, config), config.ffn_dim)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), mask=bias)
@@ -170,7 +170,7 @@ class DecoderBlock(nn.Module):
         self.cross_attention_norm = norm(config)
         self.cross_attention = Attention(config, DotProductAttention(causal=False))
         self.ffn_norm = norm(config)
-        self.feed_forward = FeedForward(cast(Any, config), config.ffn_dim)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor, cross_mask: Tensor | None = None) -> Tensor:
         h = x + self.attention(self.attention_norm(x), mask=bias)
@@ -208,6 +208,19 @@ class Attention(nn.Module):
         return cast(Tensor, self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2)))  # (B, T, D)
 
 
+class FeedForward(nn.Module):
+    """A feed-forward layer with a gate of GELU in the tanh approximation."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
 def norm(config: T5Config) -> nn.RMSNorm:
     """Returns the norm of the architecture."""
-    return rms_norm(cast(Any, config), config.dim)
+    return nn.RMSNorm(config.dim, eps=config.norm_eps)
