@@ -13,10 +13,9 @@ from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training, section
 from titanlike.distributed.process_group import session
 from titanlike.models.common.config import ParameterSpec
-from titanlike.models.common.document_mask import Mask
 from titanlike.models.common.init import initialize
 from titanlike.models.llama.config import LlamaConfig
-from titanlike.models.llama.model import Attention, Llama, apply_rope
+from titanlike.models.llama.model import Attention, Llama
 from titanlike.models.registry import build_model, register_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
@@ -36,17 +35,15 @@ class QKNormConfig(LlamaConfig):
 
 
 class QKNormAttention(Attention):
-    """A copy of the attention with two lines more."""
+    """Attention that normalizes the heads of queries and keys."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = self.query_norm(q), self.key_norm(k)
-        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
-        return self.wo(h.transpose(1, 2).flatten(-2))
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.query_norm(q), self.key_norm(k), v
 
 
 @register_model(QKNormConfig)
