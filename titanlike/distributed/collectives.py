@@ -1,6 +1,7 @@
 """Sums over process groups."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,3 +19,10 @@ def all_reduce_sum(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tenso
         if group.size() > 1:
             dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def sum_over_mesh(values: Tensor, parameter: Tensor) -> Tensor:
+    """Sums over all ranks with a part or a copy of a parameter, by one all-reduce for each dimension of its mesh. Tensor-parallel
+    ranks count the same tokens, which multiplies the sums."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    return all_reduce_sum(values, [] if mesh is None else [mesh.get_group(number) for number in range(mesh.ndim)])

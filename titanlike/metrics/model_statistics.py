@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import all_reduce_sum, sum_dtype
+from titanlike.distributed.collectives import all_reduce_sum, sum_dtype, sum_over_mesh
 
 
 def model_statistics(model: nn.Module, device: torch.device) -> "ModelStatistics | None":
@@ -52,11 +52,12 @@ class ModelStatistics:
     def _balance(self) -> dict[str, Tensor]:
         """Returns the load of the most loaded expert, relative to that of a uniform distribution, in the block where it is largest,
         and the entropy of the load, relative to that of a uniform distribution, in the block where it is smallest."""
-        from titanlike.models.common.experts import total_load
+        from titanlike.models.common.experts import load_of
 
         extremes = torch.full((2,), -torch.inf, device=self.device, dtype=sum_dtype(self.device))
-        load = total_load(self.routers)  # (routers, E)
+        load = load_of(self.routers)  # (routers, E)
         if load is not None:
+            load = sum_over_mesh(load, self.routers[0].weight)
             fractions = load.to(extremes.dtype) / load.sum(1, keepdim=True)
             # Not `special.entr`, a kernel that CUDA compiles at its first call.
             logs = fractions.clamp_min(torch.finfo(fractions.dtype).tiny).log()

@@ -6,14 +6,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from titanlike.models.common.experts import Router, total_load
+from titanlike.distributed.collectives import sum_over_mesh
+from titanlike.models.common.experts import Router, load_of
 from titanlike.utils.dtensor import local_tensor
 
 
 class BalanceBias(torch.optim.Optimizer):
     """Decreases the bias of experts that had more tokens than the average, and increases that of the others.
 
-    The routers count the tokens since the last `zero_grad`, which the step sums over all ranks (`models.experts.total_load`). It
+    The routers count the tokens since the last `zero_grad`, which the step sums over all ranks. It
     does not depend on the learning rate, and there is no state.
 
     Args:
@@ -30,9 +31,10 @@ class BalanceBias(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Performs a single optimization step. Returns the result of `closure`, which is called first."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        total = total_load(self.routers)  # (routers, E)
-        if total is None:
+        load = load_of(self.routers)  # (routers, E)
+        if load is None:
             return loss
+        total = sum_over_mesh(load, self.routers[0].weight)
         signs = (total * total.shape[1] - total.sum(1, keepdim=True)).sign()
         for parameter, sign in zip(self.param_groups[0]["params"], signs, strict=True):
             bias = local_tensor(parameter)  # the whole one, on every rank

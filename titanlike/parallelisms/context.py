@@ -6,9 +6,11 @@ twice as many chunks as there are ranks, and rank i holds chunks i and -1 - i (z
 Shape legend: B batch, T local tokens, S key positions, H query heads, K key/value heads, E head dimension.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +86,11 @@ def apply_context(
         replace_modules(model, masks)
     balance_loss = getattr(model, "balance_loss", None)
     if balance_loss is not None:
-        balance_loss.sequence_group = mesh.get_group()
+        balance_loss.sum_over_sequence = partial(_sum, group=mesh.get_group())
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return compat.wait_tensor(compat.all_reduce(values, "sum", group))
 
 
 class ContextParallelAttention(DotProductAttention):

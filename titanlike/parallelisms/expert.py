@@ -48,7 +48,8 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         setattr(experts, KEEPS, True)
         # The experts are an FSDP unit of their own, whose parameters are gathered right before this.
         experts.register_forward_pre_hook(_read_local_shards)
-        layer.exclude_experts_from_compilation()
+        # The experts run outside of compiled code, with the hooks of FSDP.
+        layer.call_experts = compat.disable_compilation(layer.call_experts)
     return [layer.experts for layer in layers]
 
 

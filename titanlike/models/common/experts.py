@@ -10,21 +10,18 @@ router has counted, which blocks return to the model: a block that activation ch
 Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an expert, E experts, A experts of a token, M = B * T * A.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import all_reduce_sum
 from titanlike.losses import IGNORE
 from titanlike.losses.terms import BALANCE_LOSS, LossTerms
 from titanlike.models.common.clamped_swiglu import clamped_swiglu
 from titanlike.models.common.grouped_matmul import add_bias_of_group, grouped_matmul
 from titanlike.models.moe.config import MoeConfig
-from titanlike.utils import compat
 from titanlike.utils.modules import without_owner
 
 
@@ -122,7 +119,7 @@ class BalanceLoss(nn.Module):
         super().__init__()
         self.config = config
         self.num_replicas = 1  # ranks that compute the same tokens and sum their gradients: tensor-parallel ranks
-        self.sequence_group: dist.ProcessGroup | None = None  # that shares each sequence: context-parallel ranks
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged  # over ranks that share each sequence
         self.terms: LossTerms | None = None
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
@@ -137,8 +134,7 @@ class BalanceLoss(nn.Module):
         num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
         num_own = num_valid  # of this rank's part of the sequence
         of_sequence = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
-        if self.sequence_group is not None:
-            of_sequence = compat.wait_tensor(compat.all_reduce(of_sequence, "sum", self.sequence_group))
+        of_sequence = self.sum_over_sequence(of_sequence)
         load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
         num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
         auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
@@ -147,6 +143,10 @@ class BalanceLoss(nn.Module):
             self.terms.add(BALANCE_LOSS, auxiliary, num_own.sum())
         weighted = auxiliary * (config.balance_loss / self.num_replicas)
         return loss + (weighted - weighted.detach())
+
+
+def _unchanged(values: Tensor) -> Tensor:
+    return values
 
 
 class Experts(nn.Module):
@@ -215,26 +215,16 @@ class MixtureOfExperts(nn.Module):
         """Calls the experts."""
         return cast(Tensor, experts(*inputs))
 
-    def exclude_experts_from_compilation(self) -> None:
-        """Runs the experts, with the hooks of FSDP, outside of compiled code."""
-        self.call_experts = compat.disable_compilation(self.call_experts)  # type: ignore[method-assign]
-
 
 def routers(model: nn.Module) -> Iterator[Router]:
     """Yields the routers of a model."""
     return (cast(Router, module) for module in model.modules() if isinstance(without_owner(module), Router))
 
 
-def total_load(model_routers: Sequence[Router]) -> Tensor | None:
-    """Returns the load of routers (routers, E), in int64, or None if no forward pass has counted tokens: that of all ranks with a
-    part or a copy of their weights, by one all-reduce for each dimension of the mesh. Tensor-parallel ranks count the same tokens,
-    which multiplies the sums."""
+def load_of(model_routers: Sequence[Router]) -> Tensor | None:
+    """Returns the load of routers (routers, E) on this rank, in int64, or None if no forward pass has counted tokens."""
     loads = [router.load for router in model_routers if router.load is not None]
-    if not loads or len(loads) < len(model_routers):
-        return None
-    mesh: Any = getattr(model_routers[0].weight, "device_mesh", None)
-    groups = [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-    return all_reduce_sum(torch.stack(loads), groups)
+    return torch.stack(loads) if loads and len(loads) == len(model_routers) else None
 
 
 def limit_to_groups(ranking: Tensor, config: MoeConfig) -> Tensor:
