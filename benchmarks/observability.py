@@ -44,13 +44,13 @@ def main() -> None:
 
     recipe = start(PretrainRecipe)
     from recipes import pretrain
-    from titanlike.run.run_dir import RunDirectory
+    from titanlike.run import run
 
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}  # CPU seconds per step of all threads
     inside: dict[str, list[float]] = {kind: [] for kind in KINDS}  # the monitor's calls in the training thread
 
-    class Monitor(pretrain.Monitor):
+    class Monitor(run.Monitor):
         """Starts a block of another kind every ten steps."""
 
         began = 0.0
@@ -91,9 +91,8 @@ def main() -> None:
             manager.__exit__(None, None, None)
             self.spent += time.perf_counter() - start
 
-    pretrain.Monitor = Monitor  # type: ignore[misc]
-    with RunDirectory(recipe).session() as (device, watchdog):
-        pretrain.main(recipe, device, watchdog)
+    run.Monitor = Monitor  # type: ignore[misc]
+    pretrain.main(recipe)
     step = statistics.median(seconds["off"])
     result = {
         "command": "python benchmarks/observability.py", "steps": arguments.steps, "block": BLOCK,
@@ -102,7 +101,8 @@ def main() -> None:
         "monitor_share": {kind: statistics.median(values) / step for kind, values in inside.items()},
         "step_ratio": {kind: statistics.median(values) / step for kind, values in seconds.items()},
         "cpu_ratio": {kind: statistics.median(values) / statistics.median(cpu["off"]) for kind, values in cpu.items()},
-        "profiling_off_share": seconds_of_profiling_off(device) / step, "seconds_per_host_sample": seconds_of_a_sample(),
+        "profiling_off_share": seconds_of_profiling_off(arguments.device) / step,
+        "seconds_per_host_sample": seconds_of_a_sample(),
         "blocks": seconds, "cpu_blocks": cpu,
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -114,14 +114,15 @@ def main() -> None:
     )
 
 
-def seconds_of_profiling_off(device: Any, number: int = 100_000) -> float:
+def seconds_of_profiling_off(device: str, number: int = 100_000) -> float:
     """Returns what a step spends on a profiler that traces nothing: its call and the annotation of the data wait."""
+    import torch
     from torch.profiler import record_function
 
     from titanlike.config.sections import Profiling
     from titanlike.metrics.profiler import Profiler
 
-    profiler = Profiler(Profiling(), Path(), device)
+    profiler = Profiler(Profiling(), Path(), torch.device(device))
     start = time.perf_counter()
     for step in range(number):
         profiler.step(step)

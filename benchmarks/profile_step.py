@@ -29,10 +29,8 @@ def profile(task: Task, trace: Path) -> dict[str, Any]:
     from titanlike.run.run_dir import RunDirectory
     from titanlike.tools.trace import read_profile, traces
 
-    run = RunDirectory(recipe)
-    with run.session() as (device, watchdog):
-        pretrain.main(recipe, device, watchdog)
-    (path,) = traces(run.path).values()
+    pretrain.main(recipe)
+    (path,) = traces(RunDirectory(recipe).path).values()
     found = read_profile(path)
     shutil.move(path, trace)
     return {"model": task.model, "device": task.device, "precision": task.precision, **asdict(found)}

@@ -37,7 +37,7 @@ FIRST_SECONDS = 30  # of the tests that an error meets alone
 STATES = ("found", "not found", "equivalent")
 TIMEOUTS = ("3000", "240")  # seconds of tests in parallel, and of some; an error may make a test wait forever
 
-PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context, loss_groups model_groups,
+PAIRS = """float32 bfloat16, min max, any all, sum mean, floor ceil, shard replicate, tensor context,
 Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or, Add Sub, Mult Div, Mod FloorDiv"""  # names and operators
 OTHER = {a: b for pair in PAIRS.split(",") for a, b in itertools.permutations(pair.split())}
 

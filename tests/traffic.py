@@ -12,7 +12,6 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.training import build
 from titanlike.data.batches.loader import Batch
@@ -28,6 +27,7 @@ from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run import distillation, preferences
+from titanlike.run.loop import Objective, forward_backward, language_modeling, sum_over_data
 from titanlike.run.second_model import build_frozen_model
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.traffic import fsdp_axis, traffic
@@ -62,6 +62,12 @@ class Traffic(TorchDispatchMode):
             self.axes[both.group_name] = self.axes[shards.group_name]
         if mesh.pipeline.size() > 1 and compat.has_gradient_group():
             self.axes[process_group.copy_of(mesh.pipeline.get_group(), GRADIENT_GROUP).group_name] = "pipeline"
+        outermost = next(
+            (name for name in ("pipeline", "replicate", "shard", "context", "tensor") if name in self.axes.values()), ""
+        )
+        self.axes.setdefault(
+            process_group.subgroup([range(dist.get_world_size())]).group_name, outermost
+        )  # of all ranks
         self.total: dict[tuple[str, str], tuple[int, int]] = {}
 
     @classmethod
@@ -114,27 +120,24 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     if isinstance(recipe, Seq2SeqRecipe):
         labels = inputs["decoder_tokens"] = torch.zeros(job.sequences, recipe.target_len, dtype=torch.long)
     batch = Batch(inputs, labels)
-    objective: Any = None
-    layout, none = recipe.parallelism.resolve(dist.get_world_size()), cast(Any, None)
+    objective: Objective = language_modeling
+    none = cast(Any, None)
     if isinstance(recipe, DpoRecipe):
         with mock.patch("titanlike.run.reference.build_frozen_model", wraps=_balanced_model):
             # The data are for the computation of a table.
-            objective = preferences.build_objective(recipe, model, mesh, layout, torch.device("cpu"), none)
+            objective = preferences.build_objective(recipe, model, mesh, torch.device("cpu"), none)
     elif isinstance(recipe, DistillRecipe):
         with mock.patch("titanlike.run.distillation.build_frozen_model", wraps=_balanced_model):
-            objective = distillation.build_objective(recipe, model, mesh, layout, torch.device("cpu"), none, none)
+            objective = distillation.build_objective(recipe, model, mesh, torch.device("cpu"), none, none)
     counter = Traffic(mesh)
     with torch.no_grad():
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
     for context in (nullcontext(), counter):
         with context:
             balance_experts(model)
-            num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
-            microbatches = [batch] * job.num_microbatches
-            if objective:
-                objective.forward_backward(model, microbatches, num_tokens)
-            else:
-                pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism)
+            num_tokens = sum_over_data(tokens.count_nonzero(), mesh)
+            GracefulShutdown().exchange(torch.device("cpu"))
+            forward_backward(model, [batch] * job.num_microbatches, num_tokens, mesh, objective=objective)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -20,7 +20,6 @@ from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.finetune import ChatData
-from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.bert.config import BertConfig
 from titanlike.models.common.init import initialize
 from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
@@ -175,8 +174,7 @@ def train_on_rank(recipe: PretrainRecipe) -> None:
     program: Any = programs[type(recipe)]
     program.build_mesh = mesh_of
     torch._dynamo.reset()
-    with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
-        program.main(recipe, torch.device("cpu"), watchdog)
+    program.main(recipe)
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:

@@ -191,6 +191,7 @@ def parallelize(
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
     cast(Any, model).loss_terms = terms
+    cast(Any, model).gradient_sync = parallelism.gradient_sync  # of `forward_backward`
     return model
 
 

@@ -76,11 +76,11 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
     from recipes import pretrain
     from titanlike.data.batches import sources
     from titanlike.data.tokens.arrays import InMemoryTokens
-    from titanlike.run.run_dir import RunDirectory
+    from titanlike.run import run
 
     clock = Clock(task, ("titanlike", "torchao"))
 
-    class Monitor(pretrain.Monitor):
+    class Monitor(run.Monitor):
         def step(self, step: int, **values: Any) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
@@ -88,9 +88,8 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
     if Path(task.weights_file).exists():  # a GPU draws other numbers than the CPU that drew these
         pretrain.initialize = lambda model, device, *_, **__: load(model, device, task)  # type: ignore[assignment]
     sources.open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
-    pretrain.Monitor = Monitor  # type: ignore[misc]
-    with RunDirectory(recipe).session() as (device, watchdog):
-        pretrain.main(recipe, device, watchdog)
+    run.Monitor = Monitor  # type: ignore[misc]
+    pretrain.main(recipe)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.pool import Ranks
 from tests.training import build, tiny
@@ -27,6 +26,7 @@ from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.recipe import PretrainRecipe
+from titanlike.run.loop import forward_backward
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.simulate import simulate
 from titanlike.tools.planning.storage_tracker import StorageTracker
@@ -120,7 +120,7 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
                 del marker
             num_tokens = torch.tensor(tokens.numel() * job.num_microbatches)
             microbatches = [batch] * job.num_microbatches
-            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism)
+            forward_backward(model, microbatches, num_tokens, mesh)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -167,14 +167,12 @@ def test_single_process_reports_its_location(tmp_path: Path) -> None:
 def test_no_alarm_during_long_validation_and_saving(tmp_path: Path) -> None:
     """Validation takes longer than the hang timeout, and longer on one rank than on the other."""
     slow = """
-    from titanlike.run import loop
-    validate = loop.validate
-    def slow(*arguments):
-        time.sleep(4 + 3 * mesh.data_rank)
-        return validate(*arguments)
-    loop.validate = slow
+        def slow(*arguments):
+            time.sleep(4 + 3 * mesh.data_rank)
+            return validate(*arguments)
+        run.on_validation(slow, data.validation, mesh)
 """
-    write_copy(tmp_path, "    measurements = Measurements(", slow)
+    write_copy(tmp_path, "        run.find_checkpoint(", slow)
     options = ENDLESS | {"training.steps": "6", "run.hang_timeout": "2", "validation.interval": "3"}
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ from recipes import pretrain
 from tests.losses import linear_cross_entropy
 from tests.shrunk import STEPS, WARM, before_each_step, small
 from titanlike.models.common.layers import attention_backend
-from titanlike.run.run_dir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -29,8 +28,8 @@ def test_no_host_synchronization_in_a_step(tmp_path: Path, name: str, compiled: 
         torch.cuda.set_sync_debug_mode("error" if WARM <= step < STEPS else "default")
 
     try:
-        with RunDirectory(recipe).session() as (device, watchdog), before_each_step(before):
-            pretrain.main(recipe, device, watchdog)
+        with before_each_step(before):
+            pretrain.main(recipe)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

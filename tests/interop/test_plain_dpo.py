@@ -29,6 +29,7 @@ from titanlike.optim.clipping import gradient_norms
 from titanlike.parallelize import parallelize
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run import preferences
+from titanlike.run.loop import forward_backward
 
 Pair = tuple[list[tuple[list[int], list[int]]], int]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
@@ -158,13 +159,13 @@ def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, 0)
-    objective = preferences.build_objective(recipe, model, mesh, parallelism, device, data)
+    objective = preferences.build_objective(recipe, model, mesh, device, data)
     load_initial(model, recipe.checkpoint.initial, recipe.model)
     batches = data.training.microbatches(1)
     count = preferences.num_pairs(batches)
     for group in mesh.loss_groups:
         torch.distributed.all_reduce(count, group=group)
-    objective.forward_backward(model, batches, count, 1024.0)  # a loss scale, by which gradients are divided
+    forward_backward(model, batches, count, mesh, 1024.0, objective)  # a loss scale, by which gradients are divided
     gradient_norms(model, mesh.pipeline)
     return {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 

@@ -6,13 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from recipes import pretrain
 from tests.parity import FULL, SCHEDULES, SELECTIVE
 from tests.training import GPT_, LLAMA, QWEN3_MOE, mesh_of, tiny
 from titanlike.distributed import process_group
-from titanlike.distributed.watchdog import Watchdog
 
 BF16: dict[str, Any] = {"training": dict(compute_dtype="bfloat16")}  # FSDP casts the parameters
 FOUR_BLOCKS = replace(GPT_, num_layers=4)
@@ -37,8 +34,7 @@ def train(folder: Path, name: str) -> None:
     sections = sections | {"training": training, "validation": dict(interval=2, batches=1)}
     recipe = tiny(folder, name.replace(" ", "-"), model=model, parallelism=layout, **sections)
     pretrain.build_mesh = mesh_of  # type: ignore[assignment]
-    with Watchdog(60, folder) as watchdog:
-        pretrain.main(recipe, torch.device("cuda", torch.cuda.current_device()), watchdog)
+    pretrain.main(replace(recipe, run=replace(recipe.run, device="cuda")))
 
 
 if __name__ == "__main__":

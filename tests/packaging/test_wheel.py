@@ -19,7 +19,7 @@ from titanlike.config.shipped import shipped_recipes
 from titanlike.tools.clusters.docker import SOURCES
 
 SHORT = "--training.steps=3 --schedule.warmup_steps=1 --metrics.interval=1 --validation.interval=0 --sample.tokens=0"
-LOSS = "            loss, local_loss = forward_backward("
+LOSS = "            loss = forward_backward("
 
 
 def shell(line: str, folder: Path, programs: Path, **variables: str) -> subprocess.CompletedProcess[str]:

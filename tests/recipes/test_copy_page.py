@@ -8,7 +8,6 @@ from textwrap import indent
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launching import ROOT
 from tests.plain_loop import plain_loop
@@ -16,7 +15,6 @@ from tests.pool import Ranks
 from tests.programs import blocks, edited
 from tests.training import mesh_of, result, tiny
 from titanlike.config.sections import Parallelism
-from titanlike.distributed.watchdog import Watchdog
 from titanlike.recipe import PretrainRecipe
 
 SECTION, NOISE, LOSS, CONFIG = blocks(ROOT / "docs/copy.md", "python")
@@ -62,8 +60,7 @@ def train_copy(file: Path, recipe: PretrainRecipe, scale: float, frozen: str = "
     module.build_model = build
     module.build_mesh = mesh_of
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
-        module.main(module.NoisyRecipe(**values, noise=module.Noise(scale)), torch.device("cpu"), watchdog)
+    module.main(module.NoisyRecipe(**values, noise=module.Noise(scale)))
 
 
 def test_the_changed_program_under_two_processes(ranks: Ranks, tmp_path: Path) -> None:

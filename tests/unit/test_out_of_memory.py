@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.run_dir import RunDirectory
+from titanlike.run.run import Run
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.out_of_memory import advice, savings
@@ -43,7 +43,7 @@ def test_the_advice_names_the_planned_peak_and_the_changes() -> None:
 def test_a_run_ends_with_this_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = PretrainRecipe()
     recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
-    with pytest.raises(SystemExit) as exit_code, RunDirectory(recipe).session():
+    with pytest.raises(SystemExit) as exit_code, Run(recipe):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore.")
     assert exit_code.value.code == 2  # not restarted: it would meet the same error
     errors = capsys.readouterr().err
@@ -57,6 +57,6 @@ def test_an_error_of_the_planner_does_not_hide_the_error(
     monkeypatch.setattr("titanlike.tools.planning.out_of_memory.savings", lambda *_: 1 / 0)
     recipe = PretrainRecipe()
     recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
-    with pytest.raises(SystemExit), RunDirectory(recipe).session():
+    with pytest.raises(SystemExit), Run(recipe):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert "rank 0 is out of memory: CUDA out of memory; plan: ZeroDivisionError" in capsys.readouterr().err

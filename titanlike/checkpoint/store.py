@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Union
 
@@ -47,12 +47,6 @@ class CheckpointMetadata:
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
     imported: str = ""  # the program that wrote it, if it was converted: the data and the layout are not known
     optimizer: dict[str, Any] = field(default_factory=dict)  # Python values in its state, by parameter; set by the save
-
-    def at(
-        self, step: int, tokens: int, position: list[Any] | None, skipped: list[int], loss_scale: list[float]
-    ) -> "CheckpointMetadata":
-        """Returns the metadata of the same run at another step."""
-        return replace(self, step=step, tokens=tokens, position=position, skipped=skipped, loss_scale=loss_scale)
 
 
 class LocalStore:

@@ -2,15 +2,13 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titanlike.distributed import collectives, process_group
+from titanlike.distributed import process_group
 from titanlike.utils.async_d2h import AsyncD2H
 from titanlike.utils.live_line import LiveLine, discard_unread_output
 from titanlike.utils.system import ignores_hangup
@@ -29,19 +27,15 @@ class GracefulShutdown:
         self._num_requests: AsyncD2H | None = None
         self._previous_handlers: dict[int, Any] = {}
 
-    def all_reduce_sum(
-        self, count: Tensor, groups: Sequence[dist.ProcessGroup], others: Sequence[dist.ProcessGroup]
-    ) -> Tensor:
-        """Sums an integer over each group in turn, and in the same collectives the requests, these also over `others`: a sum over
-        both is one over all ranks. Does not synchronize a GPU with the host."""
-        values = torch.stack([count, torch.full_like(count, self.requested_signal > 0)])
-        collectives.all_reduce_sum(values, groups)
-        collectives.all_reduce_sum(values[1:], others)
-        self._num_requests = AsyncD2H(values[1:])
-        return values[0]
+    def exchange(self, device: torch.device) -> None:
+        """Starts to sum the requests of all ranks. Does not synchronize a GPU with the host."""
+        if process_group.world_size() > 1:
+            request = torch.full((1,), float(self.requested_signal > 0), device=device)
+            dist.all_reduce(request)
+            self._num_requests = AsyncD2H(request)
 
     def result(self) -> int:
-        """Returns the signal that a rank had received before the last sum, or 0. The same on all ranks."""
+        """Returns the signal that a rank had received before the last exchange, or 0. The same on all ranks."""
         if process_group.world_size() == 1:
             self.agreed_signal = self.requested_signal  # a single process can stop at once
         elif self._num_requests and self._num_requests.read(deferred=True)[0] > 0:

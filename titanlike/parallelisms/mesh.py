@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
-from titanlike.config.layout import DIMENSIONS
+from titanlike.config.layout import DIMENSIONS, infer_shard
 from titanlike.distributed import process_group
 
 
@@ -38,12 +38,6 @@ class Mesh:
     def loss_groups(self) -> list[dist.ProcessGroup]:
         """Returns the groups to all-reduce over in turn, for a sum over all tokens of the global batch."""
         return [self.fsdp.get_group(dimension) for dimension in range(self.fsdp.ndim)]
-
-    @property
-    def model_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups of ranks with the same tokens and different parts of the model. A sum over these and `loss_groups` is
-        one over all ranks."""
-        return [self.pipeline.get_group(), self.tensor.get_group()]
 
     def data_shard(self, seq_len: int) -> dict[str, Any]:
         """Returns this rank's part of the global batch and of each sequence: arguments of `build_dataloaders`."""
@@ -77,14 +71,16 @@ def build_mesh(
     tensor: int = 1,
     expert: int = 1,
 ) -> Mesh:
-    """Builds the mesh over all ranks. The product of the sizes, without that of `expert`, must be the world size. `expert` divides
-    `shard` x `context`.
+    """Builds the mesh over all ranks. The product of the sizes, without that of `expert`, must be the world size; -1 for `shard`
+    infers it. `expert` divides `shard` x `context`.
 
     `init_device_mesh` would create a process group for every dimension. A group costs memory, start-up time and, with gloo,
     three polling threads, so all dimensions of size 1 share one group.
     """
     names = ("pipeline", "replicate", "shard", "tensor")
     sizes = dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True))
+    if shard == -1:
+        sizes["shard"] = shard = infer_shard(sizes, dist.get_world_size())
     if math.prod(sizes.values()) != dist.get_world_size():
         raise UserError(
             f"a mesh of {' x '.join(f'{name} {size}' for name, size in sizes.items())} has {math.prod(sizes.values())} ranks, but "

@@ -58,7 +58,7 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     Returns the reasons why the resumed run is not bit-exact.
     """
     before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
-    differences = _differences(before, now.recipe)
+    differences = changed_keys(before, now.recipe)
     for key in differences.keys() & _keys_without_effect(before, recipe):
         del differences[key]
     for key, after in now.weights.items():
@@ -119,7 +119,7 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     if saved.program not in ("", now.program):
         inexact.append(f"the program {Path(recipe.recipe).stem}.py has changed")
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
-    inexact += _differences(machine_before, machine_now).values()
+    inexact += changed_keys(machine_before, machine_now).values()
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:
         inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
     return inexact
@@ -202,14 +202,14 @@ def _with_new_keys(old: dict[str, Any], new: dict[str, Any], defaults: dict[str,
     return completed
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Describes each changed value, by its dotted key."""
     found: dict[str, str] = {}
     for key in old | new:
         name = f"{prefix}{key}"
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found |= _differences(before, after, f"{name}.")
+            found |= changed_keys(before, after, f"{name}.")
         elif before != after:
             found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
     return found

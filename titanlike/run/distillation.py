@@ -1,7 +1,7 @@
 """Training with a teacher: its logits, the loss and its gradients, and the loss of held-out data."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
 from titanlike.config.distill import RANDOM, Distillation
-from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
@@ -24,7 +23,6 @@ from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.losses.distillation import DistillationLoss, KeptLogits
 from titanlike.losses.top_k import TopK
 from titanlike.models.common.layers import set_loss
-from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
 from titanlike.recipe.distill import DistillRecipe
@@ -39,7 +37,6 @@ def build_objective(
     recipe: DistillRecipe,
     model: nn.Module,
     mesh: Mesh,
-    parallelism: Parallelism,
     device: torch.device,
     tokenizer: Tokenizer,
     data: DataLoaders,
@@ -53,9 +50,9 @@ def build_objective(
     def build_teacher() -> TeacherLogits:
         process_group.announce(f"building the teacher: {recipe.teacher.label()}")
         frozen = build_frozen_model(
-            recipe.teacher, weights, recipe, mesh, parallelism, device, key="distillation.teacher", seed=seed
+            recipe.teacher, weights, recipe, mesh, device, key="distillation.teacher", seed=seed
         )
-        return Teacher(frozen, reshards=parallelism.reshard_after_forward != "never").logits
+        return Teacher(frozen, reshards=recipe.parallelism.reshard_after_forward != "never").logits
 
     if section.top_k:
         from titanlike.run.likeliest_tokens import add_top_k, of_batch
@@ -72,7 +69,7 @@ def build_objective(
     else:
         targets = build_teacher()
     loss = set_distillation_loss(model, section)
-    return Objective(loss, targets, section.weights, mesh, parallelism.gradient_sync)
+    return Objective(loss, targets, section.weights)
 
 
 def set_distillation_loss(model: nn.Module, section: Distillation) -> DistillationLoss:
@@ -135,28 +132,11 @@ class Objective:
     loss: DistillationLoss
     targets: Targets
     weights: tuple[float, float]  # of the KL divergence and of the cross-entropy
-    mesh: Mesh
-    gradient_sync: str
 
-    def forward_backward(
-        self, model: nn.Module, microbatches: Sequence[Batch], num_tokens: Tensor, loss_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, this rank's share
-        of it, and the means of the metrics."""
-        batches: Iterable[Batch] = microbatches
-        if isinstance(model, FSDPModule):
-            from titanlike.parallelisms.fsdp import accumulate_gradients
-
-            batches = accumulate_gradients(model, microbatches, self.gradient_sync)
-        totals = torch.zeros(3, device=num_tokens.device)
-        for batch in batches:
-            loss, sums = self._loss(model, batch)
-            (loss / num_tokens * loss_scale).backward()
-            totals += torch.cat((loss.detach()[None], sums)) / num_tokens
-        unscale_gradients(model, loss_scale)
-        local_loss = totals[0].clone()
-        loss, divergence, cross_entropy = collectives.all_reduce_sum(totals, self.mesh.loss_groups).unbind()
-        return loss, local_loss, {"kl": divergence, "cross_entropy": cross_entropy}
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the sum of the losses of a batch's labels, and the sums of the metrics."""
+        loss, sums = self._loss(model, batch)
+        return loss, {"kl": sums[0], "cross_entropy": sums[1]}
 
     @torch.no_grad()
     def validate(self, model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:

@@ -1,32 +1,41 @@
-"""What the training loops of the programs share: the loss and its gradients, and what is measured at intervals."""
+"""The loss of a step and its gradients, the mean loss of held-out data, and the settings of a process during the loop."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.config.sections import Parallelism, Profiling, Training
+from titanlike.config.sections import Training
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
-from titanlike.distributed.watchdog import Watchdog
-from titanlike.inference.evaluator import Evaluator
 from titanlike.losses.cross_entropy import means_of, num_valid
-from titanlike.metrics import Monitor
 from titanlike.models.common.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.recipe import PretrainRecipe
-from titanlike.run.run_dir import RunDirectory
 
 COLLECTION_INTERVAL = 50  # steps
 
-# Returns the loss, and other values, of this number of batches.
-Validate = Callable[[nn.Module, BatchLoader, int, Mesh], Mapping[str, float]]
+# Returns the sum of the losses of a micro-batch, and the sums of metrics by name.
+Objective = Callable[[nn.Module, Batch], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a step."""
+
+    mean: Tensor
+    """Over the global batch: the same on all ranks."""
+    share: Tensor
+    """The part of the mean that is of this rank's tokens."""
+    count: Tensor
+    """Number of tokens in the global batch that have a loss, or of pairs."""
+    metrics: dict[str, Tensor]
+    """Means of other metrics over the global batch."""
 
 
 class GarbageCollector:
@@ -63,59 +72,61 @@ def loop_settings(training: Training) -> Iterator[GarbageCollector]:
         yield garbage_collector
 
 
-@contextmanager
-def trace_steps(
-    section: Profiling, run: Path, device: torch.device, monitor: Monitor
-) -> Iterator[Callable[[int], None]]:
-    """Traces the steps that `[profiling]` names. Yields a function to call at the beginning of each step."""
-    if not section.steps and not section.memory:
-        yield lambda step: None
-        return
-    from titanlike.metrics.profiler import Profiler
-
-    with Profiler(section, run, device, monitor.exclude_from_throughput) as profiler:
-        yield profiler.step
-
-
 def num_labels(microbatches: Sequence[Batch]) -> Tensor:
     """Returns the number of tokens of this rank's micro-batches that have a loss."""
     return torch.stack([num_valid(batch.labels) for batch in microbatches]).sum()
 
 
+def sum_over_data(count: Tensor, mesh: Mesh) -> Tensor:
+    """Returns the sum of a number over all ranks with different tokens."""
+    return collectives.all_reduce_sum(count, mesh.loss_groups)
+
+
+def language_modeling(model: nn.Module, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The objective of most programs: the cross-entropy of the labels."""
+    return model(**batch.inputs, labels=batch.labels), {}
+
+
 def forward_backward(
     model: nn.Module,
     microbatches: Sequence[Batch],
-    num_tokens: Tensor,
+    count: Tensor,
     mesh: Mesh,
-    parallelism: Parallelism,
     loss_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, and this rank's share
-    of it.
+    objective: Objective = language_modeling,
+) -> Loss:
+    """Computes the gradients of the mean loss over the `count` tokens, or pairs, of the global batch. Returns that loss.
 
     All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count. The
     backward pass is that of the loss times `loss_scale`; gradients are divided by it.
     """
+    totals: dict[str, Tensor] = {}
     if mesh.pipeline.size() > 1:
-        local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens * loss_scale)
-        local_loss /= loss_scale
+        share = cast(Any, model).forward_backward(microbatches, lambda loss: loss / count * loss_scale)
+        totals["loss"] = share / loss_scale
     else:
-        local_loss = torch.zeros((), device=num_tokens.device)
         batches: Iterable[Batch] = microbatches
         if isinstance(model, FSDPModule):
             from titanlike.parallelisms.fsdp import accumulate_gradients
 
-            batches = accumulate_gradients(model, microbatches, parallelism.gradient_sync)
+            batches = accumulate_gradients(model, microbatches, cast(Any, model).gradient_sync)
         for batch in batches:
-            loss = model(**batch.inputs, labels=batch.labels) / num_tokens
+            loss, sums = objective(model, batch)
+            loss = loss / count
             loss.backward(torch.full_like(loss, loss_scale))
-            local_loss += loss.detach()
+            for name, value in (
+                {"loss": loss.detach()} | {name: total / count for name, total in sums.items()}
+            ).items():
+                totals[name] = totals.get(name, 0.0) + value
     unscale_gradients(model, loss_scale)
-    return collectives.all_reduce_sum(local_loss.clone(), [*mesh.loss_groups, mesh.pipeline.get_group()]), local_loss
+    sums = torch.stack([*totals.values()])
+    means = collectives.all_reduce_sum(sums, [*mesh.loss_groups, mesh.pipeline.get_group()]).float()
+    mean, *others = means.unbind()
+    return Loss(mean, totals["loss"].float(), count, dict(zip([*totals][1:], others, strict=True)))
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> float:
+def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:
     """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
     for microbatches in batches.first_batches(num_batches):
@@ -125,56 +136,9 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
     collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
-    return means_of(total[None], collectives.all_reduce_sum(num_tokens, mesh.loss_groups))[0]
+    return {"loss": means_of(total[None], collectives.all_reduce_sum(num_tokens, mesh.loss_groups))[0]}
 
 
 def is_due(step: int, interval: int, last: int) -> bool:
     """Whether an action with this interval is due at this step. The last step is always due."""
     return step == last or (interval > 0 and step % interval == 0)
-
-
-class Measurements:
-    """The validation loss, the scores of tasks and the samples of a run, recorded after the steps at which they are due."""
-
-    def __init__(
-        self,
-        recipe: PretrainRecipe,
-        model: nn.Module,
-        mesh: Mesh,
-        validation: BatchLoader | None,
-        evaluator: Evaluator | None,
-        monitor: Monitor,
-        watchdog: Watchdog,
-        validate: Validate = lambda *arguments: {"loss": validate(*arguments)},
-    ) -> None:
-        self.section, self.last_step = recipe.validation, recipe.training.steps
-        self.model, self.mesh = model, mesh
-        self.validation, self.evaluator, self.monitor, self.watchdog = validation, evaluator, monitor, watchdog
-        self.validate = validate
-
-    def after(self, step: int) -> None:
-        """Measures what is due after a step."""
-        self._validate(step)
-        self._evaluate(step)
-
-    def missing(self, run: RunDirectory, step: int) -> None:
-        """Measures what an earlier start of the run has not: a signal may have ended it after this step."""
-        lacks_loss, lacks_scores = (
-            run.lacks_record(step, "validation_loss"),
-            run.lacks_record(step, "evaluation/", "sample"),
-        )
-        if lacks_loss:
-            self._validate(step)
-        if lacks_scores:
-            self._evaluate(step)
-
-    def _validate(self, step: int) -> None:
-        if self.validation and is_due(step, self.section.interval, self.last_step):
-            with self.monitor.exclude_from_throughput("validating"), self.watchdog.pause(self.model):
-                values = self.validate(self.model, self.validation, self.section.batches, self.mesh)
-                self.monitor.validation(step, **values)
-
-    def _evaluate(self, step: int) -> None:
-        if self.evaluator and self.evaluator.is_due(step):
-            with self.monitor.exclude_from_throughput("evaluating"), self.watchdog.pause(self.model):
-                self.monitor.evaluation(step, self.evaluator(step, self.model, self.mesh))

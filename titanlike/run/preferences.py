@@ -1,19 +1,16 @@
 """Training with preference pairs: their loss and its gradients, and the loss and accuracy of held-out pairs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config.dpo import Preference
-from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.losses.preferences import preference_loss
-from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.answers import Reference, answers_of, places_of
@@ -28,11 +25,10 @@ def num_pairs(microbatches: Sequence[Batch]) -> Tensor:
 
 
 def build_objective(
-    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, parallelism: Parallelism, device: torch.device, data: DataLoaders
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, device: torch.device, data: DataLoaders
 ) -> "Objective":
     """Returns the objective of a recipe, with its reference model. Call it before the weights of the model are restored."""
-    reference = build_reference(recipe, model, mesh, parallelism, device, data)
-    return Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
+    return Objective(recipe.preference, build_reference(recipe, model, mesh, device, data), mesh)
 
 
 @dataclass(frozen=True)
@@ -42,30 +38,13 @@ class Objective:
     section: Preference
     reference: Reference | None
     mesh: Mesh
-    gradient_sync: str
 
-    def forward_backward(
-        self, model: nn.Module, microbatches: Sequence[Batch], num_pairs: Tensor, loss_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes the gradients of the mean loss over the `num_pairs` of the global batch. Returns that loss, this rank's share of
-        it, and the means of the metrics."""
-        batches: Iterable[Batch] = microbatches
-        if isinstance(model, FSDPModule):
-            from titanlike.parallelisms.fsdp import accumulate_gradients
-
-            batches = accumulate_gradients(model, microbatches, self.gradient_sync)
-        totals: dict[str, Tensor] = {}
-        for batch in batches:
-            loss, metrics = self._loss(model, batch)
-            (loss / num_pairs * loss_scale).backward()
-            for name, value in ({"loss": loss.detach()} | metrics).items():
-                # Context-parallel ranks compute the same.
-                totals[name] = totals.get(name, 0.0) + value / num_pairs / self.mesh.context.size()
-        unscale_gradients(model, loss_scale)
-        local_loss = totals["loss"].float()
-        sums = collectives.all_reduce_sum(torch.stack([*totals.values()]), self.mesh.loss_groups)
-        means = dict(zip(totals, sums.float(), strict=True))
-        return means.pop("loss"), local_loss, means
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the sum of the losses of a batch's pairs, and this rank's part of the sums of the metrics: context-parallel ranks
+        compute the same."""
+        loss, metrics = self._loss(model, batch)
+        sums = {"loss": loss.detach()} | metrics
+        return loss, {name: value / self.mesh.context.size() for name, value in sums.items()}
 
     @torch.no_grad()
     def validate(self, model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:

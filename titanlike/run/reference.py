@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
-from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.pairs import PackedPairs
@@ -34,7 +33,7 @@ FORMAT = 1
 
 
 def build_reference(
-    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, parallelism: Parallelism, device: torch.device, data: DataLoaders
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, device: torch.device, data: DataLoaders
 ) -> Reference | None:
     """Returns the reference of a recipe, or None if its loss has none. Call it before the weights of the model are restored: what
     is not in the cache is computed with the model and its initial weights."""
@@ -47,9 +46,7 @@ def build_reference(
     adapted = recipe.reference == "adapter_off"
     if not adapted:
         process_group.announce("building the reference model")
-        model = build_frozen_model(
-            recipe.model, recipe.checkpoint.initial, recipe, mesh, parallelism, device, loss_reduction="none"
-        )
+        model = build_frozen_model(recipe.model, recipe.checkpoint.initial, recipe, mesh, device, loss_reduction="none")
 
     @torch.no_grad()
     def reference(batch: Batch, places: Places) -> Tensor:

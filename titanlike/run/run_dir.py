@@ -26,7 +26,6 @@ from titanlike.config.sections import Training
 from titanlike.config.shipped import PROGRAMS, train_command
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.sagemaker import sagemaker_job
-from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.common.config import TransformerConfig
@@ -48,30 +47,6 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         sagemaker = sagemaker_job()
         self.exported = Path(sagemaker.model if sagemaker else self.path, "hf")  # of checkpoint.export
-
-    @contextmanager
-    def session(self) -> Iterator[tuple[torch.device, Watchdog]]:
-        """Joins the process group, starts the watchdog and locks this directory. Yields the device of this rank."""
-        section = self.recipe.run
-        timeout = group_timeout(section.hang_timeout)
-        with (
-            process_group.session(
-                section.device,
-                deterministic=section.deterministic,
-                timeout=timeout,
-                shutdown_message=self.shutdown_message,
-            ) as device,
-            Watchdog(section.hang_timeout, self.path) as watchdog,
-            self.locked(),
-        ):
-            try:
-                yield device, watchdog
-            except torch.OutOfMemoryError as error:
-                cause = str(error).splitlines()[0].rstrip(".")
-                advice = call_hooks("out_of_memory", recipe=self.recipe)
-                raise UserError(
-                    "; ".join([f"rank {environment.rank_info().rank} is out of memory: {cause}", *advice])
-                ) from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

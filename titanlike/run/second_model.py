@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from titanlike.config.sections import ActivationCheckpoint, Parallelism
+from titanlike.config.sections import ActivationCheckpoint
 from titanlike.interop.weights import load_initial
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.common.init import initialize
@@ -22,7 +22,6 @@ def build_frozen_model(
     initial: str,
     recipe: PretrainRecipe,
     mesh: Mesh,
-    parallelism: Parallelism,
     device: torch.device,
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
@@ -38,8 +37,8 @@ def build_frozen_model(
         seed: of random weights. Default: that of the recipe, whose model starts with the same weights.
         key: that of the recipe which names `initial`, for errors.
     """
-    model = parallelize_frozen(config, recipe, mesh, parallelism, loss_reduction=loss_reduction)
-    initialize(model, device, recipe.run.seed if seed is None else seed, offload=parallelism.cpu_offload)
+    model = parallelize_frozen(config, recipe, mesh, loss_reduction=loss_reduction)
+    initialize(model, device, recipe.run.seed if seed is None else seed, offload=recipe.parallelism.cpu_offload)
     if initial:
         load_initial(model, initial, config, recipe.checkpoint.allow_changed, key=key)
     return model
@@ -49,11 +48,11 @@ def parallelize_frozen(
     config: TransformerConfig,
     recipe: PretrainRecipe,
     mesh: Mesh,
-    parallelism: Parallelism,
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
     """Returns the model of `build_frozen_model` on the meta device."""
+    parallelism = recipe.parallelism
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
     if getattr(config, "balance_loss", 0.0):  # of the experts; nothing reads it

@@ -288,9 +288,9 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             second: nn.Module | None = None
             teacher, loss = None, None
             if job.second:
-                eager = replace(recipe, compile=replace(recipe.compile, mode="none"))
+                eager = replace(recipe, parallelism=layout, compile=replace(recipe.compile, mode="none"))
                 second = parallelize_frozen(
-                    job.second.recipe.model, eager, mesh, layout,
+                    job.second.recipe.model, eager, mesh,
                     loss_reduction="none" if job.trains_on_pairs else "sum",
                 )  # fmt: skip
             if second and isinstance(recipe, DistillRecipe):

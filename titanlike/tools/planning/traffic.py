@@ -352,13 +352,15 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
             forwards = 1 + (reference_of(job.recipe) in ("adapter_off", "model"))
             totals.add("all-reduce", "context", "loss", job.num_microbatches * forwards, size)
     for axis in batch:
-        totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
+        totals.add("all-reduce", axis, "scalars", 1, INT64)
         totals.add("all-reduce", axis, "scalars", 1, loss)
     number = sum(len(stage.blocks) for stage in stages.values())
     for axis in [*batch, *["tensor"] * (layout.tensor > 1)] if clips(job) and number else []:
         totals.add("all-reduce", axis, "attention logits", 1, number * job.recipe.model.num_heads * FLOAT32)
-    for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
-        totals.add("all-reduce", axis, "scalars", 1, INT64)
+    for axis in [*["pipeline"] * (layout.pipeline > 1), *batch, *["tensor"] * (layout.tensor > 1)][:1]:
+        totals.add(
+            "all-reduce", axis, "scalars", 1, FLOAT32
+        )  # requests, over all ranks: attributed to the outermost axis
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
     for axes in sorted({_axes(job, parameter) for parameter in parameters}):
         for axis in axes:
