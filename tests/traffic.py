@@ -62,12 +62,9 @@ class Traffic(TorchDispatchMode):
             self.axes[both.group_name] = self.axes[shards.group_name]
         if mesh.pipeline.size() > 1 and compat.has_gradient_group():
             self.axes[process_group.copy_of(mesh.pipeline.get_group(), GRADIENT_GROUP).group_name] = "pipeline"
-        outermost = next(
-            (name for name in ("pipeline", "replicate", "shard", "context", "tensor") if name in self.axes.values()), ""
-        )
-        self.axes.setdefault(
-            process_group.subgroup([range(dist.get_world_size())]).group_name, outermost
-        )  # of all ranks
+        names = [name for name in ("pipeline", "replicate", "shard", "context", "tensor") if name in self.axes.values()]
+        everyone = process_group.subgroup([range(dist.get_world_size())])
+        self.axes.setdefault(everyone.group_name, names[0] if names else "")  # as the planner does
         self.total: dict[tuple[str, str], tuple[int, int]] = {}
 
     @classmethod

@@ -62,7 +62,7 @@ def test_of_several_requests_the_largest_number_counts(alone: None, requests: tu
 
 
 def _results_of_three_steps(sizes: dict[str, int], signaled_rank: int) -> tuple[list[int], Counter[str]]:
-    """Sends a signal to one rank in the second step, and another one to rank 3. Returns the results and the calls of collectives."""
+    """Sends a signal to one rank in the second step, and another one to rank 3. Returns the results and the collectives."""
     mesh = mesh_of("cpu", **sizes)
     results, counter = [], Traffic(mesh)
     with GracefulShutdown() as shutdown:

@@ -557,7 +557,7 @@ def test_a_model_with_dropout_of_torch_is_refused(kind: str, monkeypatch: pytest
     """All data-parallel ranks would drop the same elements, and validation some."""
     monkeypatch.setattr(registry, "_models", {})
     register_model(DroppingConfig)(Dropping)
-    message = rf"^layers\.1\.drop of Dropping is a torch\.nn\.{kind} with p = 0\.1, .*; use titanlike\.models\.common\.dropout\.Drop"
+    message = rf"^layers\.1\.drop of Dropping is a torch\.nn\.{kind} with p = 0\.1, .*; use titanlike\.models\.common\.dropout"
     with pytest.raises(UserError, match=message):
         build_model(DroppingConfig(kind=kind))
     build_model(DroppingConfig(kind=kind, p=0.0))

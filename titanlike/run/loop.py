@@ -119,8 +119,8 @@ def forward_backward(
             ).items():
                 totals[name] = totals.get(name, 0.0) + value
     unscale_gradients(model, loss_scale)
-    sums = torch.stack([*totals.values()])
-    means = collectives.all_reduce_sum(sums, [*mesh.loss_groups, mesh.pipeline.get_group()]).float()
+    means = torch.stack([*totals.values()])
+    means = collectives.all_reduce_sum(means, [*mesh.loss_groups, mesh.pipeline.get_group()]).float()
     mean, *others = means.unbind()
     return Loss(mean, totals["loss"].float(), count, dict(zip([*totals][1:], others, strict=True)))
 
