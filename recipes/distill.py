@@ -44,8 +44,7 @@ def main(recipe: DistillRecipe) -> None:
         data = build_dataloaders(
             recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0,
             dropout=recipe.model.dropout > 0, vocab_size=recipe.model.vocab_size,
-            num_next_tokens=recipe.model.num_mtp_layers, device=run.device, open_sources=openers.of(recipe),
-            **mesh.data_shard(training.seq_len),
+            device=run.device, open_sources=openers.of(recipe), **mesh.data_shard(training.seq_len),
         )  # fmt: skip
         template = chats.template_of(recipe.data, tokenizer)
         evaluator = Evaluator(

@@ -25,13 +25,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.checkpoints import assert_equal_state
 from tests.launching import ROOT, records
 from titanlike.checkpoint import CheckpointManager
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config.sections import Parallelism
 from titanlike.data.batches import openers
 from titanlike.data.batches.dataloaders import build_dataloaders
 from titanlike.data.batches.loader import BatchLoader
@@ -53,8 +51,9 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run import preferences, run_dir
 from titanlike.run.changes import check_resume
-from titanlike.run.loop import GarbageCollector
+from titanlike.run.loop import GarbageCollector, sum_over_data
 from titanlike.run.run_dir import RunDirectory
+from titanlike.run.start import start as start_program
 from titanlike.utils.rng import seed_generators
 
 STEPS, SEED, SKIPPED, OVERFLOW = 9, 3, 2, 5
@@ -102,17 +101,16 @@ METHODS: dict[Any, tuple[str, ...]] = {
     Monitor: ("__init__", "data_wait", "exclude_from_throughput", "model_statistics", "step", "validation", "evaluation",
               "record_saves", "__exit__"),
     NonFiniteGuard: ("__init__", "should_step", "flush"),
-    GracefulShutdown: ("__enter__", "all_reduce_sum", "result", "request", "__exit__"),
+    GracefulShutdown: ("__enter__", "exchange", "result", "request", "__exit__"),
     GarbageCollector: ("__enter__", "step", "__exit__"),
     Evaluator: ("__init__", "__call__", "last_sample"),
     BatchLoader: ("prefetch", "microbatches", "first_batches", "position"),
     RunDirectory: ("__init__", "open", "export", "completion_message"),
-    Parallelism: ("resolve",),
 }  # fmt: skip
 FUNCTIONS = (
     build_mesh, build_tokenizer, build_dataloaders, build_model, parallelize, initialize, build_optimizer, seed_generators,
     load_initial, check_resume, gradient_norms, clip_gradients, unscale_gradients, process_group.announce,
-    process_group.broadcast_object,
+    process_group.broadcast_object, sum_over_data, start_program,
 )  # fmt: skip
 LAYOUT = {"expert": 2, "cpu_offload": True}  # what programs pass on, and one process does not have
 # Seconds of a clock that only these calls advance.
@@ -235,9 +233,6 @@ class Start:
         elif call.name == "parallelize":
             call.arguments = {**found}
             found["parallelism"] = replace(found["parallelism"], cpu_offload=False)
-        elif call.name == "GracefulShutdown.all_reduce_sum":
-            mesh = self.one("build_mesh").result  # whose groups end with the process group
-            call.arguments = found | {"of_mesh": (mesh.loss_groups, mesh.model_groups)}
         elif call.name == "Monitor.step":
             call.arguments = found | {"loss": found["loss"].item(), "grad_norm": found["grad_norm"].item()}
 
@@ -251,10 +246,10 @@ class Start:
         elif call.name == "build_dataloaders":
             source = call.result.training.source
             source.load_position = self.spied("source.load_position", lambda position: None)
+        elif call.name == "start":
+            object.__setattr__(call.result, "parallelism", replace(call.result.parallelism, **LAYOUT))
         elif call.name == "BatchLoader.position":
             call.result = [["position", self.step]]
-        elif call.name == "Parallelism.resolve" and dist.is_initialized():
-            call.result = replace(call.result, **LAYOUT)
 
     def has_failed(self, checkpoints: CheckpointManager) -> bool:
         return bool(self.step) and self.step == self.fails_after
@@ -385,8 +380,8 @@ class Runs:
         """Returns what is called from the first step to the end of the loop."""
         names = []
         for step in steps:
-            names += ["Watchdog.step", "Profiler.step", "BatchLoader.microbatches", "GracefulShutdown.all_reduce_sum"]
-            names += ["unscale_gradients", "gradient_norms", "NonFiniteGuard.should_step"]
+            names += ["Watchdog.step", "Profiler.step", "BatchLoader.microbatches", "GracefulShutdown.exchange"]
+            names += ["sum_over_data", "unscale_gradients", "gradient_norms", "NonFiniteGuard.should_step"]
             names += [] if step in (SKIPPED, OVERFLOW) else ["clip_gradients", "optimizer.step"]
             names += ["optimizer.zero_grad", "Monitor.step", "GracefulShutdown.result"]
             is_last = stops and step == steps[-1]
@@ -448,9 +443,7 @@ def test_what_a_program_builds(runs: Runs) -> None:
         recipe, training, model, cpu = start.recipe, start.recipe.training, start.model, torch.device("cpu")
         names = ("build_mesh", "build_tokenizer", "build_dataloaders")
         mesh, tokenizer, data = (start.one(name).result for name in names)
-        layout, folder = start["Parallelism.resolve"][-1].result, Path(recipe.run.dir, recipe.run.name)
-        assert start["broadcast_object"][1].arguments["value"] is recipe
-        assert_called(start["Parallelism.resolve"][-1], world_size=1)
+        layout, folder = recipe.parallelism, Path(recipe.run.dir, recipe.run.name)
         assert_called(start.one("build_mesh"), device_type="cpu", **layout.dimensions(), expert=LAYOUT["expert"])
         initial = recipe.checkpoint.initial
         assert_called(start.one("build_tokenizer"), section=recipe.tokenizer, model_vocab_size=320, weights=initial)
@@ -497,7 +490,7 @@ def test_what_a_program_builds(runs: Runs) -> None:
 
 
 def test_each_step_computes_with_what_it_read(runs: Runs) -> None:
-    names = ["GracefulShutdown.all_reduce_sum", "unscale_gradients", "gradient_norms", "NonFiniteGuard.should_step"]
+    names = ["sum_over_data", "unscale_gradients", "gradient_norms", "NonFiniteGuard.should_step"]
     for start in (runs.whole, runs.failed, runs.signalled, runs.last):
         recipe, model, mesh = start.recipe, start.model, start.one("build_mesh").result
         updates = {call.step: call for call in start["optimizer.step"]}
@@ -512,7 +505,7 @@ def test_each_step_computes_with_what_it_read(runs: Runs) -> None:
             assert len(batch) == 2
             assert_called(batches, step=step)
             count = preferences.num_pairs(batch) if runs.program == "dpo" else sum(labels)
-            assert_called(total, count=count, of_mesh=(total.arguments["groups"], total.arguments["others"]))
+            assert_called(total, count=count, mesh=mesh)
             assert_called(unscaled, model=model, loss_scale=LossScale.INITIAL / (1 if step <= OVERFLOW else 2))
             assert_called(norms, model=model, pipeline=mesh.pipeline)
             assert_called(guard, step=step, count=total.result, norms=norms.result)
@@ -523,7 +516,7 @@ def test_each_step_computes_with_what_it_read(runs: Runs) -> None:
             assert_called(record, step=step, loss=loss, grad_norm=norm, lr=lr)
             found = record.arguments["others"]
             assert found["loss_scale"].item() == LossScale.INITIAL / (1 if step < OVERFLOW else 2)
-            assert ("of_optimizer" in found) == runs.evaluates
+            assert "of_optimizer" in found
             assert {"dpo": "rewards/margins", "distill": "kl"}.get(runs.program, "loss_scale") in found
             if step in updates:
                 update = updates[step].arguments
