@@ -26,7 +26,7 @@ def write_run(folder: Path, steps: int, seed: int) -> None:
     values = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(
-        f'recipe = "pretrain"\n\n[run]\nname = "{folder.name}"\nseed = {seed}\n\n[training]\nsteps = {steps}\n\n'
+        f'program = "pretrain"\n\n[run]\nname = "{folder.name}"\nseed = {seed}\n\n[training]\nsteps = {steps}\n\n'
         f"[optimizer]\nlr = {1e-4 * (1 + seed)}\n"
     )
     with (folder / "metrics.jsonl").open("w") as file:

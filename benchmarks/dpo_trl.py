@@ -41,7 +41,7 @@ METRICS = (
 )
 
 RECIPE = """\
-recipe = "dpo"
+program = "dpo"
 extends = "{root}/train_configs/dpo_debug.toml"
 [data]
 source = "preference"

@@ -49,7 +49,7 @@ MEGATRON = {
     "gpt": dict(name="gpt", dim=64, num_layers=2, num_heads=4, vocab_size=320, max_seq_len=128),
 }
 RECIPE = """\
-recipe = "pretrain"
+program = "pretrain"
 [model]
 {model}
 [tokenizer]

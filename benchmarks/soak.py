@@ -45,7 +45,7 @@ from titanlike.run.run_dir import versions
 
 KEEP = 2
 RECIPE = {
-    "recipe": str(ROOT / "benchmarks/soak_program.py"), "training.non_finite": "skip",
+    "program": str(ROOT / "benchmarks/soak_program.py"), "training.non_finite": "skip",
     "model.name": "gpt", "model.dim": "128", "model.num_layers": "4", "model.num_heads": "2",
     "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "8",
     "training.local_batch_size": "2", "optimizer.lr": "3e-4", "optimizer.groups": "[]",
@@ -348,7 +348,7 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.soak", *(word for word in words if not word.endswith(" None"))]),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
         "versions": versions(), "ranks": arguments.ranks, "seed": arguments.seed,
-        "recipe": RECIPE | {"recipe": "benchmarks/soak_program.py"}, "runs": [],
+        "recipe": RECIPE | {"program": "benchmarks/soak_program.py"}, "runs": [],
     }  # fmt: skip
     chosen = [scenario for scenario in SCENARIOS if scenario.name in arguments.runs.split(",")]
     seconds = arguments.hours * 3600 / len(SCENARIOS)

@@ -51,7 +51,7 @@ def make_bundle(
     """Checks a recipe for a number of processes, and collects the job's files. `job_keys` adds the keys that the job sets to the
     overrides."""
     values = dict(overrides)
-    program = program_of(path, values.pop("recipe", None))
+    program = program_of(path, values.pop("program", None))
     files = {
         str(file.relative_to(REPOSITORY)): file
         for pattern in LIBRARY

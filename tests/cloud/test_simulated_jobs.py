@@ -135,7 +135,7 @@ def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkey
     assert program.count(anchor) == 1
     (tmp_path / "crashing.py").write_text(program.replace(anchor, anchor + crash))
     recipe = tmp_path / "crashing.toml"
-    recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrecipe = "crashing"\n')
+    recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nprogram = "crashing"\n')
     job = start(tmp_path / "job", "20261122-000001", recipe)
     wait_for(lambda: any(f"step      2/{STEPS}" in line for line in job.hosts[0].lines))
     wait_for((job.hosts[1].root / "output/failure").exists)

@@ -74,7 +74,7 @@ def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (dict(optimizer=dict(lr=0.5)), r"optimizer\.lr was 0\.01, now 0\.5"),
-        (dict(recipe="mine/other.py"), r"recipe was \"pretrain\", now \"other\""),
+        (dict(program="mine/other.py"), r"program was \"pretrain\", now \"other\""),
         (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
     ],
 )

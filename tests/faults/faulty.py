@@ -1,4 +1,4 @@
-"""Fault injection: runs the shipped program with wrapped library functions, by `--recipe=.../faulty.py` and the FAULTS variable.
+"""Fault injection: runs the shipped program with wrapped library functions, by `--program=.../faulty.py` and the FAULTS variable.
 
 A fault is an action before or after a call of a function, on one rank, at one step. The library is not changed for it.
 """

@@ -12,7 +12,7 @@ from tests.forkserver import ROOT, Forked
 from tests.launching import SMALL, environment, free_port
 
 OPTIONS = SMALL | {
-    "recipe": str(PROGRAM), "run.name": "run", "model.dim": "32", "model.ffn_dim": "64", "training.global_batch_size": "4",
+    "program": str(PROGRAM), "run.name": "run", "model.dim": "32", "model.ffn_dim": "64", "training.global_batch_size": "4",
     "training.local_batch_size": "1", "checkpoint.interval": "2", "checkpoint.keep": "9", "validation.interval": "3",
     "validation.batches": "1", "data.source": "text", "data.path": str(ROOT / "README.md"),
 }  # fmt: skip

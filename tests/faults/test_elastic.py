@@ -13,7 +13,7 @@ import pytest
 from tests.launching import ROOT, SMALL, free_port, losses, records, run, start
 
 OPTIONS = SMALL | {
-    "recipe": "./slow.py", "run.name": "run", "training.steps": "240", "checkpoint.interval": "10", "run.device": "cpu",
+    "program": "./slow.py", "run.name": "run", "training.steps": "240", "checkpoint.interval": "10", "run.device": "cpu",
 }  # fmt: skip
 # Every step takes longer, so that the job outlasts the changes. The test reads which node has which rank.
 PROGRAM = f"""

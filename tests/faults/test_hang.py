@@ -57,7 +57,7 @@ def write_copy(directory: Path, before: str, inserted: str) -> None:
     assert program.count(before) == 1
     program = program.replace(before, inserted + before).replace("import torch\n", "import os, time\nimport torch\n")
     (directory / "own.py").write_text(program)
-    (directory / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    (directory / "own.toml").write_text(f'program = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ Path(f"start-{{count}}").write_text(recipe.run.name)
 
 def write_program(folder: Path, code: str, save_seconds: float = 0.2) -> None:
     (folder / "own.py").write_text(PROGRAM.format(code=code, save_seconds=save_seconds))
-    (folder / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    (folder / "own.toml").write_text(f'program = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
 
 
 def starts(folder: Path) -> list[str]:

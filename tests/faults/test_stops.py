@@ -13,19 +13,20 @@ from tests.launching import ROOT, records
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "what", "last"),
+    ("name", "rank", "what", "step", "last"),
     [
-        # Before the all-reduce of requests in step 3; and after it, so that step 4 is the last.
-        ("SIGUSR1", 1, "titanlike.optim.schedule.set_learning_rate", 3),
-        pytest.param("SIGINT", 0, "titanlike.optim.schedule.set_learning_rate", 3, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 4, marks=pytest.mark.slow),
+        # Before the ranks exchange requests in step 3, where the loop has computed the learning rate of step 2; and after it, so
+        # that step 4 is the last.
+        ("SIGUSR1", 1, "titanlike.distributed.watchdog.Watchdog.step", 2, 3),
+        pytest.param("SIGINT", 0, "titanlike.distributed.watchdog.Watchdog.step", 2, 3, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 3, 4, marks=pytest.mark.slow),
     ],
 )
 def test_signal_to_one_rank_stops_all(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, name: str, rank: int, what: str, last: int
+    starter: Starter, undisturbed: Trained, tmp_path: Path, name: str, rank: int, what: str, step: int, last: int
 ) -> None:
     evaluation = {"evaluation.interval": "3", "evaluation.data": f'["{ROOT / "README.md"}"]', "evaluation.limit": "1"}
-    job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name), **evaluation)
+    job = starter.start(tmp_path, Fault(what, rank=rank, step=step, do=name), **evaluation)
     number = signal.Signals[name]
     assert job.wait() == [128 + number] * 2, job.output
     shutdown_message = f"stopped by {name}; to resume from step {last}: titanlike train runs/run/recipe.toml\n"

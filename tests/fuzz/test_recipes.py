@@ -30,7 +30,7 @@ NAMES = sorted({key.name for key in KEYS})
 DEBUG = ROOT / "train_configs/debug.toml"
 RECIPES = sorted((ROOT / "train_configs").rglob("*.toml"))
 # Keys whose strings name something that has to exist.
-PATHS = ("recipe", "data.path", "data.validation_path", "tokenizer.encoding", "compile.backend")
+PATHS = ("program", "data.path", "data.validation_path", "tokenizer.encoding", "compile.backend")
 OWN_SECTIONS = ("lora", "preference", "distillation", "teacher")  # of programs other than that of KEYS
 TRAILING = ("\ndim = 3", " # comment", "\n[x]", ",", ", 1", "]")  # after a value on the command line
 
@@ -202,9 +202,9 @@ def structure_case(rng: random.Random, folder: Path) -> None:
     text = rng.choice(
         [
             *(f"extends = {value}" for value in rng.sample(extends, 4)),
-            *(f"{key} = {value}" for key in ("recipe", "run", "model", "model.name", "model.size", "training")
+            *(f"{key} = {value}" for key in ("program", "run", "model", "model.name", "model.size", "training")
               for value in rng.sample(ODD_LITERALS, 2) if value not in ("{}", "'1'")),
-            'recipe = "\\u0000"', f'recipe = "{"x" * 300}"', 'recipe = ".."', 'recipe = ""', "recipe = {}", "recipe.x = 3",
+            'program = "\\u0000"', f'program = "{"x" * 300}"', 'program = ".."', 'program = ""', "program = {}", "program.x = 3",
             f"{deep} = 1", f"training.{deep} = 1", f"[{deep}]", f"[training.{deep}]", f"[[{deep}]]", "[[training]]",
             f"training.steps = {HUGE}", f"x = {'[' * 100_000}", f"{'x' * 100_000} = 1", '"" = 1', '"a.b" = 1', '"a\\nb" = 1',
             '[""]\n"" = 1', '["\\u001b[2J"]\nx = 1', '[training]\n"\\u2028" = 1', "[training]\n[training]", "\0", "training", "[",
@@ -285,8 +285,8 @@ def words_case(rng: random.Random, folder: Path) -> None:
         "--check", "--preflight", "--resolved", "--help", "-h", "-", "--", "---", "-x", "--=", "--=3", "=", "--\udcff=3",
         "--\udcff", "--check=8", "--training", "--steps=3", "--training.step=3", "--training.steps", "--Training.steps=3",
         "--training.steps.x=3", "--training.steps=3", "--a.b.c=3", f"--{'a.' * 1000}b=3", "--.=3", "--..=3", "--.steps=3",
-        "--training.=3", "--recipe=nope", "--recipe=", "--recipe=..", "--run.name=\udcff", "--extends=x", "--model=3", "--model={}",
-        "recipe.toml", str(RECIPES[0]), "a b", "--trainingsteps=3",
+        "--training.=3", "--program=nope", "--program=", "--program=..", "--run.name=\udcff", "--extends=x", "--model=3",
+        "--model={}", "recipe.toml", str(RECIPES[0]), "a b", "--trainingsteps=3",
         *(f"--check={text}" for text in numbers), *(f"--preflight={text}" for text in numbers),
         "--checkpoint.tries=1", "--instances=3", f"--{'x' * 100_000}=1", f"--training.steps={HUGE}", "\n", "--\n=3",
     ]  # fmt: skip

@@ -37,7 +37,7 @@ def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]
 def test_lora_on_conversations_learns_and_starts_at_the_loss_of_the_cpu(tmp_path: Path) -> None:
     """Compiled, in bfloat16, with the masks of packed conversations."""
     keys = {
-        "recipe": "finetune", "data.source": "synthetic_chat", "lora.rank": "8", "training.seq_len": "128",
+        "program": "finetune", "data.source": "synthetic_chat", "lora.rank": "8", "training.seq_len": "128",
         "training.steps": "40",
     }  # fmt: skip
     on_gpu = {"run.name": "gpu", "training.compute_dtype": "bfloat16", "compile.mode": "block", "optimizer.lr": "1e-2"}

@@ -297,9 +297,9 @@ def check_toml(block: Block, folder: Path) -> None:
         exec(blocks(block.page, "python")[0], names)
         assert load(names["NoisyRecipe"], file).noise.scale == 0.01
     else:
-        program = values.get("recipe", "finetune" if "lora" in values else "pretrain")
+        program = values.get("program", "finetune" if "lora" in values else "pretrain")
         recipe = load(recipe_types().get(program, PretrainRecipe), file)
-        if {"recipe", "model", "data"} <= values.keys():  # a whole recipe, and not a part of one
+        if {"program", "model", "data"} <= values.keys():  # a whole recipe, and not a part of one
             check_recipe(recipe, 8)
 
 

@@ -37,13 +37,16 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
     for words, message in (
         (
             ("mine.py", "mine.toml"),
-            f'mine.py is running, but the program of mine.toml is {shipped}; set recipe = "mine"',
+            f'mine.py is running, but the program of mine.toml is {shipped}; set program = "mine"',
         ),
         (
-            (shipped, "mine.toml", "--recipe=mine"),
+            (shipped, "mine.toml", "--program=mine"),
             f"{shipped} is running, but the program of mine.toml is mine.py; set",
         ),
-        ((shipped, "--recipe", "nonsense"), "command line: recipe = 'nonsense': there is no program 'nonsense.py' in "),
+        (
+            (shipped, "--program", "nonsense"),
+            "command line: program = 'nonsense': there is no program 'nonsense.py' in ",
+        ),
         ((shipped, "--recipe", "none.toml"), "none.toml: recipe not found"),
         ((shipped, "mine.toml", "--recipe", "mine.toml"), "mine.toml mine.toml: give one recipe"),
     ):
@@ -56,13 +59,13 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "warning: training.master_dtype = 'bfloat16' without optimizer.stochastic_rounding: steps of " in done.stderr
     assert f"program {shipped}, recipe mine.toml\n" in done.stdout
-    assert f'warning: mine.py is not used: the program of mine.toml is {shipped}; to use it, set recipe = "mine"' in (
+    assert f'warning: mine.py is not used: the program of mine.toml is {shipped}; to use it, set program = "mine"' in (
         done.stderr
     )
     assert losses(tmp_path / "runs/mine")
     # Without a recipe, any program trains the default one.
     assert python(tmp_path, "mine.py", *small, "--run.name=default").returncode == 0
     # With the remedy, the program runs without a warning.
-    done = python(tmp_path, "mine.py", "mine.toml", "--recipe=mine", *small, "--run.name=own")
+    done = python(tmp_path, "mine.py", "mine.toml", "--program=mine", *small, "--run.name=own")
     assert done.returncode == 0
     assert not done.stderr

@@ -44,7 +44,7 @@ MISTAKES = [
     (("\udcff.toml",), {}, "'\\udcff.toml' is not text in this terminal's encoding"),
     (("a\nb.toml",), {}, "'a\\nb.toml' is not the name of a recipe"),
     ((f"--run.name={'x' * 300}",), {}, "is too long for a path; use at most 1024 bytes, and 255 between slashes"),
-    ((f"--recipe={'x' * 300}",), {}, "there is no program"),
+    ((f"--program={'x' * 300}",), {}, "there is no program"),
     (
         (), {"NPROC": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "x" * 64},
         "cannot be resolved from this machine; give the host name or the IP address of node 0",
@@ -54,7 +54,7 @@ MISTAKES = [
         "cannot be resolved from this machine",
     ),
     ((), {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "but SLURM_LOCALID not: start with srun"),
-    (("--recipe=none",), {}, "recipe = 'none': there is no program"),
+    (("--program=none",), {}, "program = 'none': there is no program"),
     (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
     ((), {"NPROC": "3"}, "global_batch_size = 8 does not divide over 3 data-parallel ranks; use 6 or 9"),
@@ -258,7 +258,7 @@ def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "pretrain.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "silent.toml").write_text("")
     assert program_of(tmp_path / "silent.toml") == ROOT / "recipes" / "pretrain.py"
-    (tmp_path / "naming.toml").write_text('recipe = "pretrain"')
+    (tmp_path / "naming.toml").write_text('program = "pretrain"')
     assert program_of(tmp_path / "naming.toml") == tmp_path / "pretrain.py"
 
 
@@ -269,13 +269,13 @@ def test_a_path_of_a_program_on_the_command_line_is_relative_to_the_working_dire
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     recipe = tmp_path / "recipes/recipe.toml"
-    recipe.write_text('recipe = "custom/train"')
+    recipe.write_text('program = "custom/train"')
     monkeypatch.chdir(tmp_path)
     assert program_of(recipe) == tmp_path / "recipes/custom/train.py"
     for path in ("custom/train.py", "custom/train", "./custom/train.py", f"{tmp_path}/custom/train.py"):
         assert program_of(recipe, path).resolve() == tmp_path / "custom/train.py"
     assert program_of(recipe, "beside") == tmp_path / "recipes/beside.py"
     with pytest.raises(
-        UserError, match=r"recipe = 'custom/none': there is no program 'none\.py' in custom, and the shipped"
+        UserError, match=r"program = 'custom/none': there is no program 'none\.py' in custom, and the shipped"
     ):
         program_of(recipe, "custom/none")

@@ -138,7 +138,7 @@ def write_program(folder: Path) -> str:
     )
     (folder / "parallel.py").write_text(program)
     (folder / "parallel.toml").write_text(
-        'recipe = "parallel"\n[training]\nseq_len = 64\nglobal_batch_size = 8\nlocal_batch_size = 1\n[compile]\nmode = "none"\n'
+        'program = "parallel"\n[training]\nseq_len = 64\nglobal_batch_size = 8\nlocal_batch_size = 1\n[compile]\nmode = "none"\n'
     )
     return "parallel.toml"
 

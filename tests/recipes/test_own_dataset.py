@@ -23,7 +23,7 @@ def write_program(folder: Path) -> str:
     )
     (folder / "mine.py").write_text(program)
     debug = (ROOT / "train_configs/debug.toml").read_text()
-    (folder / "mine.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "mine"')))
+    (folder / "mine.toml").write_text(edited(debug, ('program = "pretrain"', 'program = "mine"')))
     return example
 
 

@@ -331,7 +331,7 @@ class Runs:
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
         self.evaluates = "evaluation.data" in PROGRAMS[program]
-        (folder / "recipe.toml").write_text(f'recipe = "{program}"\n')
+        (folder / "recipe.toml").write_text(f'program = "{program}"\n')
         (folder / "text.txt").write_text("some text " * 10)
         (folder / "batches").mkdir()
         for name, answer in (("chats", {"completion": "two"}), ("pairs", {"chosen": "two", "rejected": "three"})):

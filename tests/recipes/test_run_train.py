@@ -178,7 +178,7 @@ def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:
         "import torch\n", "import torch\nfrom titanlike.config import UserError\n"
     )
     (tmp_path / "own.py").write_text(program)
-    (tmp_path / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    (tmp_path / "own.toml").write_text(f'program = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **SMALL)
     assert done.returncode in (1, 2)  # 1 if the launcher sees first that the other process lost its connection
     assert "error: only on rank 1\n" in done.stderr

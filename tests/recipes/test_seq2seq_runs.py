@@ -59,7 +59,7 @@ def test_a_run_is_read_by_transformers(tmp_path: Path) -> None:
     imported = python(tmp_path, "-m", "titanlike.tools.cli.main", "import", "runs/whole/hf", "again.toml")
     assert imported.returncode == 0, imported.stderr
     text = (tmp_path / "again.toml").read_text()
-    assert 'recipe = "seq2seq"' in text and 'prompt_field = "source"' in text
+    assert 'program = "seq2seq"' in text and 'prompt_field = "source"' in text
 
 
 @pytest.mark.every

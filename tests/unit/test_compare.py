@@ -131,7 +131,7 @@ def test_validations_of_the_step_of_a_record_stay() -> None:
 
 
 def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
-    recipe = 'recipe = "pretrain"\n[run]\nname = "{name}"\n[training]\nsteps = 3\nseq_len = {seq_len}\n[optimizer]\nlr = 0.1\n'
+    recipe = 'program = "pretrain"\n[run]\nname = "{name}"\n[training]\nsteps = 3\nseq_len = {seq_len}\n[optimizer]\nlr = 0.1\n'
     paths = [
         make(tmp_path / "a", "", recipe.format(name="a", seq_len=8), device="cpu", git_commit="1"),
         make(tmp_path / "b", "", recipe.format(name="b", seq_len=16), device="cpu", git_commit="2"),

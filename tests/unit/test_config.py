@@ -128,10 +128,11 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[training]\nstepz = 3", "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?"),
+        ('recipe = "dpo"', 'DIR/recipe.toml: recipe = "dpo": the key of the program is `program` now; write program = "dpo"'),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
         ("[optimizer]\nname = 'adam'", 'optimizer.name = "adam": unknown key; the keys of [optimizer] are lr, beta1,'),
-        ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set recipe = "finetune"'),
-        ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set recipe = "finetune"'),
+        ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set program = "finetune"'),
+        ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set program = "finetune"'),
         ("[trainin]\nsteps = 3", "trainin: unknown key; did you mean [training]?"),
         ("[training]\nfoo = 3", "training.foo = 3: unknown key; the keys of [training] are steps, seq_len,"),
         ("zzz = 3", "zzz = 3: unknown key; the sections of a recipe are activation_checkpoint, checkpoint, compile,"),

@@ -268,7 +268,7 @@ def test_the_fingerprint_of_token_shards_is_that_of_what_they_hold() -> None:
 
 
 def test_each_option_that_is_no_key_needs_a_value() -> None:
-    for name in ("recipe", "check", "preflight", "hardware"):
+    for name in ("recipe", "program", "check", "preflight", "hardware"):
         with pytest.raises(UserError, match=f"--{name} needs a value"):
             Arguments([f"--{name}"])
     assert Arguments(["--another"]).overrides == {"another": ""}  # reported as unknown

@@ -267,9 +267,9 @@ def test_printed_commands_are_quoted(tmp_path: Path, cli: Cli) -> None:
 def test_a_program_whose_name_would_be_another_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "recipes/pretrain.py", tmp_path / "a\nRUN id #.py")
-    Path("recipe.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "a\\nRUN id #.py"\n')
+    Path("recipe.toml").write_text(f'extends = "{RECIPE}"\nprogram = "a\\nRUN id #.py"\n')
     for target, options in (("docker", []), ("kubernetes", ["--image=i", "--claim=a"])):
-        message = r"recipe = 'a\nRUN id #.py': name the program with letters, digits and . _ - only"
+        message = r"program = 'a\nRUN id #.py': name the program with letters, digits and . _ - only"
         assert message in cli("launch", target, "recipe.toml", *options, "--dry-run", "--out=out", code=2).err
     assert not Path("out").exists()
 
@@ -281,7 +281,7 @@ def test_the_recipe_of_a_slurm_job_finds_a_program_of_the_user(
     monkeypatch.chdir(tmp_path)
     Path("custom").mkdir()
     shutil.copy(ROOT / "recipes/pretrain.py", "custom/train.py")
-    Path("custom/train.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "train"\n')
-    for out, words in (("named", ["custom/train.toml"]), ("overridden", [RECIPE, "--recipe=custom/train.py"])):
+    Path("custom/train.toml").write_text(f'extends = "{RECIPE}"\nprogram = "train"\n')
+    for out, words in (("named", ["custom/train.toml"]), ("overridden", [RECIPE, "--program=custom/train.py"])):
         cli("launch", "slurm", *words, "--nodes=2", f"--out={out}", "--dry-run")
         assert program_of(Path(out, "recipe.toml")) == tmp_path / "custom/train.py"

@@ -187,7 +187,7 @@ recipe: Callable[..., Any] = partial(changed, MlmRecipe())
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (changed(PretrainRecipe(), model=BERT), "'bert' is an encoder, which predicts masked tokens; set recipe = 'mlm'"),
+        (changed(PretrainRecipe(), model=BERT), "'bert' is an encoder, which predicts masked tokens; set program = 'mlm'"),
         (changed(FinetuneRecipe(), model=MODERNBERT), "'modernbert' is an encoder, which predicts masked tokens; set recipe"),
         (recipe(model=PretrainRecipe().model), "'llama' predicts the next token; use 'bert' or 'modernbert', or recipe = "),
         (recipe(sample=dict(tokens=9)), "sample.tokens = 9: an encoder does not generate text; set it to 0"),
@@ -210,7 +210,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(refused: PretrainRecipe, me
 def test_a_section_of_another_program_is_named(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text("[mlm]\nmask_probability = 0.2\n")
-    with pytest.raises(UserError, match=r'mlm: unknown key; recipes/mlm\.py has it; set recipe = "mlm"'):
+    with pytest.raises(UserError, match=r'mlm: unknown key; recipes/mlm\.py has it; set program = "mlm"'):
         load(PretrainRecipe, file)
     file.write_text('[mlm]\nmask_probability = 1.0\n[model]\nname = "bert"\n')
     with pytest.raises(UserError, match=r"mlm\.mask_probability = 1\.0"):

@@ -486,7 +486,7 @@ def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> No
             read(path)
         assert str(error.value).startswith(f"{path} is {kind}") and "\n" not in str(error.value)
     own = tmp_path / "own.toml"  # a program may have a section [job] of its own
-    own.write_text('recipe = "own"\n[job]\nname = "mine"\n')
+    own.write_text('program = "own"\n[job]\nname = "mine"\n')
     assert read(own)[0]["job"] == {"name": "mine"}
 
 

@@ -310,10 +310,10 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
     written = len([line for line in best.read_text().splitlines() if " = " in line])
     assert written == 1 + 1 + len(result.best[0].changes)  # extends, the override and the changes: nothing else
     write_recipe(best, original, {}, result.best[1])  # replaces what a search has written
-    write_recipe(best, original, {"recipe": "finetune"}, result.best[0])
-    assert 'recipe = "finetune"\n' in best.read_text()
-    write_recipe(best, original, {"recipe": str(tmp_path / "own.py")}, result.best[0])
-    assert 'recipe = "../own.py"\n' in best.read_text()
+    write_recipe(best, original, {"program": "finetune"}, result.best[0])
+    assert 'program = "finetune"\n' in best.read_text()
+    write_recipe(best, original, {"program": str(tmp_path / "own.py")}, result.best[0])
+    assert 'program = "../own.py"\n' in best.read_text()
     best.write_text("[training]\nsteps = 3\n")
     with pytest.raises(UserError, match="was not written by --search; choose another name"):
         write_recipe(best, original, {}, result.best[0])

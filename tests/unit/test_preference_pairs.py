@@ -324,5 +324,5 @@ def test_the_default_reference_needs_no_second_model_with_lora(tmp_path: Path) -
     file.write_text('[data]\nsource = "preference"\n[preference]\nbeta = 0.2\n')
     with pytest.raises(UserError) as refused:
         load(PretrainRecipe, file)
-    assert 'preference: unknown key; recipes/dpo.py has it; set recipe = "dpo"' in str(refused.value)
-    assert 'data.source = "preference" is for the program dpo; set recipe = "dpo"' in str(refused.value)
+    assert 'preference: unknown key; recipes/dpo.py has it; set program = "dpo"' in str(refused.value)
+    assert 'data.source = "preference" is for the program dpo; set program = "dpo"' in str(refused.value)

@@ -221,7 +221,7 @@ def recipe(**sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (changed(PretrainRecipe(), model=T5), "'t5' has an encoder and a decoder; set recipe = 'seq2seq'"),
+        (changed(PretrainRecipe(), model=T5), "'t5' has an encoder and a decoder; set program = 'seq2seq'"),
         (recipe(model=PretrainRecipe().model), "'llama' is not an encoder with a decoder; use 't5', or another recipe"),
         (recipe(parallelism=dict(pipeline=2)), "parallelism.pipeline = 2: a pipeline stage passes on one tensor, but each"),
         (recipe(parallelism=dict(context=2)), "parallelism.context = 2: context parallelism does not add the biases"),

@@ -63,7 +63,7 @@ def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[st
 
 def _unknown_choice(value: str, choices: Sequence[str], program: str | None = None) -> str:
     if program:
-        return f'is for the program {program}; set recipe = "{program}"'
+        return f'is for the program {program}; set program = "{program}"'
     near = nearest(value, choices)
     hint = f"did you mean {json.dumps(near)}? " if near else ""
     return f"is not valid; {hint}choose from {', '.join(choices)}"
@@ -78,7 +78,7 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None
     setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
     near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
     if program:
-        remedy = f'recipes/{program}.py has it; set recipe = "{program}"'
+        remedy = f'recipes/{program}.py has it; set program = "{program}"'
     elif near:
         remedy = f"did you mean {section + '.' if section else ''}{near}?"
     elif same_leaf and leaf != "name":

@@ -20,7 +20,7 @@ usage: {command} [RECIPE] [--section.key=value ...]
        {indent}                      --help training.steps; or all keys: --help all
 
 RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `--recipe RECIPE.toml` names
-one too, `--recipe NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
+one too, `--program NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
 MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command line
 override those of the recipe, which override those of a recipe that it extends."""
 

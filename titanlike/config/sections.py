@@ -185,7 +185,7 @@ class Data:
     text_field: Annotated[str, READS_TEXT] = "text"
     """Field of a JSON object or column of a table that contains the text."""
     prompt_field: Annotated[str, READS_PROMPTS] = ""
-    """Field that contains a prompt, which precedes the text and is excluded from the loss. With `recipe = "seq2seq"`, it is the
+    """Field that contains a prompt, which precedes the text and is excluded from the loss. With `program = "seq2seq"`, it is the
     input of the encoder, and the text the target. Default: no prompt."""
     bad_records: Annotated[Literal["stop", "skip"], READS_RECORDS] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""

@@ -16,7 +16,7 @@ from titanlike.recipe.pretrain import PretrainRecipe
 class DistillRecipe(FinetuneRecipe):
     """The recipe of `recipes/distill.py`."""
 
-    recipe: FilePath = "distill"
+    program: FilePath = "distill"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     teacher: ModelConfig = LlamaConfig()

@@ -13,7 +13,7 @@ from titanlike.recipe.pretrain import PretrainRecipe
 class DpoRecipe(FinetuneRecipe):
     """The recipe of `recipes/dpo.py`."""
 
-    recipe: FilePath = "dpo"
+    program: FilePath = "dpo"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     data: PreferenceData = PreferenceData()

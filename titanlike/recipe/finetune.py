@@ -12,7 +12,7 @@ from titanlike.recipe.pretrain import PretrainRecipe
 class FinetuneRecipe(PretrainRecipe):
     """The recipe of `recipes/finetune.py`."""
 
-    recipe: FilePath = "finetune"
+    program: FilePath = "finetune"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     data: ChatData = ChatData()

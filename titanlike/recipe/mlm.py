@@ -16,7 +16,7 @@ BYTES = 257  # tokens of the byte tokenizer, none of which is a mask token
 class MlmRecipe(PretrainRecipe):
     """The recipe of `recipes/mlm.py`."""
 
-    recipe: FilePath = "mlm"
+    program: FilePath = "mlm"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     model: ModelConfig = BertConfig()

@@ -33,7 +33,7 @@ from titanlike.models.llama.config import LlamaConfig
 class PretrainRecipe:
     """The recipe of `recipes/pretrain.py`."""
 
-    recipe: FilePath = "pretrain"
+    program: FilePath = "pretrain"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     run: Run = Run()

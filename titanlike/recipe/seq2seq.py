@@ -17,7 +17,7 @@ ALIGNMENT = 8  # targets are padded to a multiple: attention kernels on GPUs nee
 class Seq2SeqRecipe(PretrainRecipe):
     """The recipe of `recipes/seq2seq.py`."""
 
-    recipe: FilePath = "seq2seq"
+    program: FilePath = "seq2seq"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     model: ModelConfig = T5Config()

@@ -57,7 +57,9 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
 
     Returns the reasons why the resumed run is not bit-exact.
     """
-    before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
+    # The key of the program was `recipe` in earlier versions.
+    before = {"program" if key == "recipe" else key: value for key, value in saved.recipe.items()}
+    before = _with_new_keys(before, now.recipe, _default_recipe(recipe))
     differences = changed_keys(before, now.recipe)
     for key in differences.keys() & _keys_without_effect(before, recipe):
         del differences[key]
@@ -117,7 +119,7 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     if saved.imported:
         return [*inexact, f"imported from {saved.imported}"]
     if saved.program not in ("", now.program):
-        inexact.append(f"the program {Path(recipe.recipe).stem}.py has changed")
+        inexact.append(f"the program {Path(recipe.program).stem}.py has changed")
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
     inexact += changed_keys(machine_before, machine_now).values()
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = Arguments(argv)
-        program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
+        program = program_of(arguments.recipe, arguments.overrides.get("program"))
         starts_nothing = arguments.help is not None or arguments.check or arguments.resolved
         if starts_nothing or environment.rank_info().started_by_launcher:
             _run_in_process(program, argv)

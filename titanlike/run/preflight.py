@@ -77,13 +77,13 @@ def _errors(prefix: str, function: Callable[..., object], *arguments: object) ->
 
 def _objective(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.model.is_encoder_decoder and not recipe.is_encoder_decoder:
-        yield f"model.name = '{recipe.model.name}' has an encoder and a decoder; set recipe = 'seq2seq'"
+        yield f"model.name = '{recipe.model.name}' has an encoder and a decoder; set program = 'seq2seq'"
     elif recipe.is_encoder_decoder and not recipe.model.is_encoder_decoder:
         yield f"model.name = '{recipe.model.name}' is not an encoder with a decoder; use 't5', or another recipe"
     elif recipe.model.causal and not recipe.causal:
-        yield f"model.name = '{recipe.model.name}' predicts the next token; use 'bert' or 'modernbert', or recipe = 'pretrain'"
+        yield f"model.name = '{recipe.model.name}' predicts the next token; use 'bert' or 'modernbert', or program = 'pretrain'"
     elif recipe.causal and not recipe.model.causal:
-        yield f"model.name = '{recipe.model.name}' is an encoder, which predicts masked tokens; set recipe = 'mlm'"
+        yield f"model.name = '{recipe.model.name}' is an encoder, which predicts masked tokens; set program = 'mlm'"
 
 
 def _lengths(recipe: PretrainRecipe) -> Iterator[str]:

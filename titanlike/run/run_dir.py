@@ -295,14 +295,14 @@ def run_metadata(
 
 def _program_hash(recipe: PretrainRecipe) -> str:
     """Returns a hash of the file of the program, or "" if there is none."""
-    path = PROGRAMS / Path(recipe.recipe).with_suffix(".py")
+    path = PROGRAMS / Path(recipe.program).with_suffix(".py")
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def recipe_as_json(recipe: PretrainRecipe) -> dict[str, Any]:
     """Returns a recipe as plain dictionaries, with the name of its program instead of the path."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
-    return values | {"recipe": Path(recipe.recipe).stem}
+    return values | {"program": Path(recipe.program).stem}
 
 
 def machine_metadata(device: torch.device) -> dict[str, str]:

@@ -22,7 +22,7 @@ from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
 from titanlike.distributed.sagemaker import OBJECTIVE, sagemaker_job
 from titanlike.recipe import PretrainRecipe, load, to_toml
-from titanlike.recipe.load import parse_value, read
+from titanlike.recipe.load import parse_value, read, refuse_old_key
 from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
@@ -31,7 +31,7 @@ from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
 
-OPTIONS = ("recipe", "check", "preflight", "hardware")  # options with a value that are no keys of a section
+OPTIONS = ("recipe", "program", "check", "preflight", "hardware")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
 DEFAULT_RECIPE = RECIPES / "debug.toml"
 
@@ -79,9 +79,9 @@ class Arguments:
                         raise UserError(f"--{name} {shown(value)}: give a number of processes, such as --{name} 8")
                 elif name == "hardware":
                     self.hardware = value
-                elif name == "recipe" and value.endswith(
-                    ".toml"
-                ):  # launchers such as SageMaker's pass no positional arguments
+                elif name == "recipe":  # launchers such as SageMaker's pass no positional arguments
+                    if not recipe_path(value).suffix == ".toml":
+                        raise UserError(f"--recipe {shown(value)}: give a TOML file, or name a program with --program")
                     paths.append(value)
                 elif name != OBJECTIVE and not name.startswith("sagemaker_"):
                     self.overrides.pop(name, None)  # the order of the options matters
@@ -184,7 +184,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             f"start   importing torch{others}"  # which takes seconds
         )
     if program.parent != PROGRAMS and program.suffix == ".py":
-        recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
+        recipe = replace(recipe, program=str(program))  # the resolved recipe is in another directory
     return recipe
 
 
@@ -233,31 +233,32 @@ def shutdown_timeout_of(arguments: Arguments) -> int:
 def program_of(recipe: Path, override: str | None = None) -> Path:
     """Returns the program of a recipe: the one that it names, or `override`, whose path is relative to the working directory."""
     values, origins = read(recipe)
-    name = values.get("recipe", "pretrain") if override is None else override
-    origin = origins.get("recipe", str(recipe)) if override is None else "command line"
+    refuse_old_key(values, origins)
+    name = values.get("program", "pretrain") if override is None else override
+    origin = origins.get("program", str(recipe)) if override is None else "command line"
     if not isinstance(name, str):
-        raise UserError(f"{origin}: recipe = {show_value(name)} must be the name of a program, as text")
+        raise UserError(f"{origin}: program = {show_value(name)} must be the name of a program, as text")
     file = name if name.endswith(".py") else f"{name}.py"
-    beside_recipe = Path(origins.get("recipe", recipe) if override is None else recipe).parent / file
+    beside_recipe = Path(origins.get("program", recipe) if override is None else recipe).parent / file
     named = Path(file) if override is not None and "/" in file else beside_recipe
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
-    is_named = override is not None or "recipe" in values
+    is_named = override is not None or "program" in values
     for program in ([named] if is_named else []) + [PROGRAMS / file]:
         with suppress(OSError):  # the name is too long
             if program.is_file():
                 return program
     shipped = sorted(program.stem for program in PROGRAMS.glob("*.py"))
     raise UserError(
-        f"{origin}: recipe = '{shown(name)}': there is no program '{shown(named.name)}' in {named.parent}, and the shipped ones "
+        f"{origin}: program = '{shown(name)}': there is no program '{shown(named.name)}' in {named.parent}, and the shipped ones "
         f"are {', '.join(shipped)}; the file of a recipe ends in .toml"
     )
 
 
 def _check_program(program: Path, arguments: Arguments) -> None:
     """Raises `UserError` if another program than the running one is named, by the command line or the recipe."""
-    override = arguments.overrides.get("recipe")
+    override = arguments.overrides.get("program")
     names_recipe = arguments.names_recipe or program.parent == PROGRAMS
-    is_named = override is not None or (names_recipe and "recipe" in read(arguments.recipe)[0])
+    is_named = override is not None or (names_recipe and "program" in read(arguments.recipe)[0])
     if program.suffix != ".py" or not is_named:
         return
     named = program_of(arguments.recipe, override).resolve()
@@ -266,7 +267,7 @@ def _check_program(program: Path, arguments: Arguments) -> None:
         name = program.stem if program.parent in folders else program
         raise UserError(
             f"{_from_here(program)} is running, but the program of {_from_here(arguments.recipe)} is {_from_here(named)}; set "
-            f'recipe = "{name}" in the recipe, or start it with {train_command()}, which runs the program that it names'
+            f'program = "{name}" in the recipe, or start it with {train_command()}, which runs the program that it names'
         )
 
 
@@ -276,7 +277,7 @@ def _ignored_program(program: Path, recipe: Path) -> Iterator[str]:
     if beside.is_file() and beside.resolve() != program:
         yield (
             f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
-            f'recipe = "{beside.stem}" in the recipe'
+            f'program = "{beside.stem}" in the recipe'
         )
 
 

@@ -152,7 +152,7 @@ def _values(source: Source, ranks: int, model: TransformerConfig) -> dict[str, A
     interval = max(1, min(500, steps // 10))
     tokenizer = source.tokenizer or {"encoding": "bytes" if is_small else "gpt2"}
     return {
-        "recipe": "pretrain",
+        "program": "pretrain",
         "model": {"name": model.name, "size": model.size}
         | _vocabulary(model, source.vocab_size or VOCAB_SIZES[tokenizer["encoding"]]),
         "tokenizer": dict(tokenizer),

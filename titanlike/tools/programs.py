@@ -43,7 +43,7 @@ def load_known(
 ) -> PretrainRecipe:
     """Loads a recipe of any program, with the sections that the shipped recipes have, too. `on_ignored` is that of `load`."""
     values = dict(overrides)
-    program = program_of(path, values.pop("recipe", None))
+    program = program_of(path, values.pop("program", None))
     if program in SHIPPED:
         return load(SHIPPED[program], path, values, on_ignored=on_ignored)
     arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
@@ -55,7 +55,7 @@ def effective_overrides(path: Path, overrides: Mapping[str, str]) -> dict[str, s
     may have."""
     idle: set[str] = set()
     with suppress(UserError):  # reported where the recipe is used
-        if program_of(path, overrides.get("recipe")) in SHIPPED:
+        if program_of(path, overrides.get("program")) in SHIPPED:
             idle = {each.key for each in idle_keys(load_known(path, overrides))} & overrides.keys()
     kept = {key: value for key, value in overrides.items() if key not in idle}
     return effective_overrides(path, kept) if idle else kept

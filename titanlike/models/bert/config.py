@@ -55,7 +55,7 @@ class EncoderConfig(LayerNormConfig):
 @section
 class BertConfig(EncoderConfig):
     """BERT: bidirectional attention, learned position embeddings, LayerNorm after each residual connection, GELU, biases. It is
-    trained to predict masked tokens (`recipe = "mlm"`), without the prediction of the next sentence."""
+    trained to predict masked tokens (`program = "mlm"`), without the prediction of the next sentence."""
 
     name: Literal["bert"] = "bert"
     """Architecture. It decides which keys this section has."""

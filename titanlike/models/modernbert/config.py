@@ -22,7 +22,7 @@ for _size in ("base", "large"):
 @section
 class ModernBertConfig(EncoderConfig):
     """ModernBERT: bidirectional attention with RoPE, of which two of three blocks have a sliding window; LayerNorm before attention
-    and feed-forward, GeGLU, no biases. It is trained to predict masked tokens (`recipe = "mlm"`)."""
+    and feed-forward, GeGLU, no biases. It is trained to predict masked tokens (`program = "mlm"`)."""
 
     name: Literal["modernbert"] = "modernbert"
     """Architecture. It decides which keys this section has."""

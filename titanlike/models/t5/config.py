@@ -23,7 +23,7 @@ for _size in ("small", "base", "large", "xl", "xxl"):
 @section
 class T5Config(TransformerConfig):
     """T5 1.1 and FLAN-T5: an encoder, and a decoder that attends to its output. Relative position biases, GeGLU, RMSNorm, attention
-    scores that are not scaled, an untied LM head, no biases of linear layers (`recipe = "seq2seq"`)."""
+    scores that are not scaled, an untied LM head, no biases of linear layers (`program = "seq2seq"`)."""
 
     name: Literal["t5"] = "t5"
     """Architecture. It decides which keys this section has."""

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
             if getattr(arguments, name):
                 raise UserError(f"--{name} requires a folder of token shards; {arguments.path} is a recipe")
         command_line = Arguments([arguments.path, *overrides])
-        program = program_of(command_line.recipe, command_line.overrides.get("recipe"))
+        program = program_of(command_line.recipe, command_line.overrides.get("program"))
         if program not in SHIPPED and "open_sources" in program.read_text().replace("open_sources=openers.of(", ""):
             console.print(
                 f"note    {program.name} may open other data: this is what the keys of the recipe name", markup=False

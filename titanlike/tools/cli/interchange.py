@@ -155,7 +155,7 @@ def import_recipe(source: Path, recipe: Path) -> None:
         raise UserError(f"{recipe} exists; choose another file, or remove it")
     config, folder = weights.config, str(source.absolute())
     tables: dict[str, Any] = {
-        "recipe": "finetune",
+        "program": "finetune",
         "model": fields_of(config),
         "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
         "data": {"source": "chat", "path": ""},
@@ -165,10 +165,10 @@ def import_recipe(source: Path, recipe: Path) -> None:
         "checkpoint": {"initial": folder},
     }
     if not config.causal:
-        tables |= {"recipe": "mlm", "data": {"source": "text", "path": ""}}
+        tables |= {"program": "mlm", "data": {"source": "text", "path": ""}}
     if config.is_encoder_decoder:
         fields = {"prompt_field": "source", "text_field": "target"}
-        tables |= {"recipe": "seq2seq", "data": {"source": "text", "path": "", **fields}}
+        tables |= {"program": "seq2seq", "data": {"source": "text", "path": "", **fields}}
     lines = [f"# Starts from the weights in {shown(folder)}. Set [data], and the rest of [training]."]
     for line in dump(tables).splitlines():
         lines.append(f"{line.ljust(30)} # {COMMENTS[line]}" if line in COMMENTS else line)

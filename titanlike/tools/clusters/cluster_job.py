@@ -95,9 +95,9 @@ def make_job(
             f"--grace {grace} leaves no time for a last checkpoint; give {MIN_GRACE} or more, the seconds that a save takes, and "
             f"{EXIT_MARGIN}"
         )
-    program = program_of(path, overrides.get("recipe")).resolve()  # the recipe of the job is in another directory
+    program = program_of(path, overrides.get("program")).resolve()  # the recipe of the job is in another directory
     if program_beside_recipe and not PROGRAM_NAME.fullmatch(program.name):
-        raise UserError(f"recipe = '{shown(program.name)}': name the program with letters, digits and . _ - only")
+        raise UserError(f"program = '{shown(program.name)}': name the program with letters, digits and . _ - only")
     recipe = load_known(path, overrides)
     if recipe.checkpoint.resume_from:
         raise UserError(
@@ -107,12 +107,12 @@ def make_job(
     name = recipe.run.name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
     keys = {
         **overrides,
-        "recipe": program.name if program_beside_recipe else str(program),
+        "program": program.name if program_beside_recipe else str(program),
         "run.name": name,
         "run.shutdown_timeout": str(grace - EXIT_MARGIN),
     }
     if program in SHIPPED:
-        keys["recipe"] = program.stem
+        keys["program"] = program.stem
     arguments = [str(path), *(f"--{key}={value}" for key, value in keys.items())]
     planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", f"--hardware={hardware}")
     resolved = run_program(program, *arguments, "--resolved")

@@ -118,7 +118,7 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
         )
     if reference_of(recipe):
         raise UserError(
-            "recipe = 'dpo': the reference model is that of checkpoint.initial; import with a recipe of pretrain or finetune, and "
+            "program = 'dpo': the reference model is that of checkpoint.initial; import with a recipe of pretrain or finetune, and "
             "set that key to its run"
         )
     run = RunDirectory(recipe)

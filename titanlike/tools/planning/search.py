@@ -242,8 +242,8 @@ def write_recipe(path: Path, original: Path, overrides: Mapping[str, str], best:
     planned = best.plan.job.recipe
     names = [name for name in overrides if "." in name] + [name for name in best.changes if name not in overrides]
     values: dict[str, Any] = {"extends": os.path.relpath(original, path.parent)}
-    if program := overrides.get("recipe"):
-        values["recipe"] = os.path.relpath(program, path.parent) if program.endswith(".py") else program
+    if program := overrides.get("program"):
+        values["program"] = os.path.relpath(program, path.parent) if program.endswith(".py") else program
     for name in names:
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value_of(planned, name)

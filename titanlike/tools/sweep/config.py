@@ -31,7 +31,7 @@ from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
 RANGE_KEYS, VALUE_KEYS = ("low", "high", "log", "step"), ("values",)
-OWN_KEYS = ("recipe", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
+OWN_KEYS = ("program", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
 MAX_COMBINATIONS = 256  # of extremes; more would take seconds
 MAX_PROBLEMS = 5
 JOB_OF_TRIAL = REPOSITORY / "sagemaker/trial.py"  # in a clone only
@@ -189,7 +189,7 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
 def recipe_text(plan: SweepPlan, values: Mapping[str, Any]) -> str:
     """Returns the recipe and everything it extends as the text of one file, with other values of some keys."""
     program = program_of(plan.recipe)
-    merged = read(plan.recipe)[0] | {"recipe": program.stem if program in SHIPPED else str(program.resolve())}
+    merged = read(plan.recipe)[0] | {"program": program.stem if program in SHIPPED else str(program.resolve())}
     for key, value in values.items():
         table, _, leaf = key.rpartition(".")
         (merged.setdefault(table, {}) if table else merged)[leaf] = value
