@@ -83,7 +83,7 @@ def make_bundle(
         files["chat_template/template.jinja"] = Path(template)
         values["data.chat_template"] = "chat_template/template.jinja"
     texts = {
-        RECIPE: joined(path, SHIPPED.get(program), recipe=name),
+        RECIPE: joined(path, SHIPPED.get(program), program=name),
         "requirements.txt": requirements(recipe, s3=s3),
         **metadata(),
     }

@@ -131,7 +131,7 @@ def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkey
         "            if step == 3 and __import__('torch').distributed.get_rank() == 1:\n"
         "                raise RuntimeError('simulated crash')\n"
     )
-    anchor = "            watchdog.step(step)\n"
+    anchor = "        for step, microbatches in run.steps():  # to the last, or until all ranks agree to stop\n"
     assert program.count(anchor) == 1
     (tmp_path / "crashing.py").write_text(program.replace(anchor, anchor + crash))
     recipe = tmp_path / "crashing.toml"

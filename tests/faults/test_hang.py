@@ -136,8 +136,8 @@ def test_rank_stopped_while_the_others_are_paused_is_found(
 def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path) -> None:
     write_copy(
         tmp_path,
-        "            watchdog.step(step)\n",
-        "            if step == 4 and mesh.data_rank == 1:\n                time.sleep(1000)\n",
+        "            run.measure()",
+        "            if step == 3 and mesh.data_rank == 1:\n                time.sleep(1000)\n",
     )
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
     assert done.returncode == 3, done.stderr
@@ -149,14 +149,12 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     assert "Traceback" not in done.stderr
     (line,) = [n for n, text in enumerate((tmp_path / "own.py").read_text().splitlines(), 1) if "sleep(1000)" in text]
     assert f'own.py", line {line} in main' in (tmp_path / "runs/r/hang/rank-00001.txt").read_text()
-    assert "in all_reduce_sum" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
+    assert "in exchange" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
 
 
 @pytest.mark.slow
 def test_single_process_reports_its_location(tmp_path: Path) -> None:
-    write_copy(
-        tmp_path, "            optimizer.zero_grad()\n", "            if step == 4:\n                time.sleep(1000)\n"
-    )
+    write_copy(tmp_path, "            run.measure()", "            if step == 4:\n                time.sleep(1000)\n")
     done = run(tmp_path, "own.toml", **ENDLESS)
     assert done.returncode == 3, done.stderr
     assert "at step 4 (run.hang_timeout = 5)\nerror: the process waits in main (" in done.stderr

@@ -30,8 +30,8 @@ def write_program(folder: Path) -> Path:
         (ROOT / "recipes/pretrain.py").read_text(),
         (start, start + SECTION),
         ("recipe = start(PretrainRecipe)", "recipe = start(NoisyRecipe)"),
-        ("def main(recipe: PretrainRecipe,", LOSS + "\n\ndef main(recipe: NoisyRecipe,"),
-        ("compile=recipe.compile,\n    )", "compile=recipe.compile, loss=smoothed_cross_entropy,\n    )"),
+        ("def main(recipe: PretrainRecipe)", LOSS + "\n\ndef main(recipe: NoisyRecipe)"),
+        ("compile=recipe.compile,\n", "compile=recipe.compile,\n            loss=smoothed_cross_entropy,\n"),
         (norms, indent(NOISE, " " * 12) + norms),
     )
     file = folder / "noisy.py"

@@ -230,9 +230,9 @@ def test_a_run_directory_that_was_given_an_invalid_name_is_refused(tmp_path: Pat
 
 
 def test_a_program_that_is_no_text_is_reported(tmp_path: Path) -> None:
-    for text in ("recipe = {}", "recipe = 3", "[recipe]", "recipe.x = 2024-01-01"):
+    for text in ("program = {}", "program = 3", "[program]", "program.x = 2024-01-01"):
         (tmp_path / "recipe.toml").write_text(text)
-        with pytest.raises(UserError, match=r"recipe\.toml: recipe = .* must be the name of a program, as text"):
+        with pytest.raises(UserError, match=r"recipe\.toml: program = .* must be the name of a program, as text"):
             program_of(tmp_path / "recipe.toml")
 
 

@@ -17,8 +17,8 @@ def write_program(folder: Path) -> str:
         (ROOT / "recipes/pretrain.py").read_text(),
         ("import torch\n", "from my_data import open_sources\nimport torch\n"),
         (
-            "        **mesh.data_shard(training.seq_len),",
-            "        **mesh.data_shard(training.seq_len), open_sources=open_sources,",
+            "device=run.device, **mesh.data_shard(training.seq_len),",
+            "device=run.device, open_sources=open_sources, **mesh.data_shard(training.seq_len),",
         ),
     )
     (folder / "mine.py").write_text(program)

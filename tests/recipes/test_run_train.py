@@ -171,9 +171,9 @@ def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
 
 def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
-    line = "    # Data: text to tokens"
+    line = "        # Data: text to tokens"
     assert program.count(line) == 1
-    inserted = "    if mesh.data_rank == 1:\n        raise UserError('only on rank 1')\n"
+    inserted = "        if mesh.data_rank == 1:\n            raise UserError('only on rank 1')\n"
     program = program.replace(line, inserted + line).replace(
         "import torch\n", "import torch\nfrom titanlike.config import UserError\n"
     )

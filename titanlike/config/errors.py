@@ -69,7 +69,15 @@ def _unknown_choice(value: str, choices: Sequence[str], program: str | None = No
     return f"is not valid; {hint}choose from {', '.join(choices)}"
 
 
+def old_key_of_the_program(value: Any) -> str:
+    """Returns the sentence for the key that named the program in earlier versions."""
+    text = show_value(value)
+    return f"recipe = {text}: the key of the program is `program` now; write program = {text}"
+
+
 def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None) -> str:
+    if name == "recipe" and "program" in keys:
+        return old_key_of_the_program(value)
     section, _, leaf = name.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     sections = sorted({key.partition(".")[0] for key in keys})

@@ -39,7 +39,6 @@ def load(
         on_ignored: called with a sentence about keys that have their default, because a later setting disables them.
     """
     values, origins = read(path)
-    refuse_old_key(values, origins)
     values = _merge(dict(defaults or {}), values)
     refuse_credentials("", [values, dict(overrides or {})])  # before any message that contains values
     _apply_overrides(recipe_type, values, origins, overrides or {})
@@ -99,15 +98,6 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         raise UserError(f"{path}: extends = {show_value(base)} is circular; remove it from one of the files")
     inherited, inherited_origins = read(target, chain)
     return _merge(inherited, values), inherited_origins | origins
-
-
-def refuse_old_key(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Raises `UserError` for the key that named the program in earlier versions."""
-    if "recipe" in values:
-        name = show_value(values["recipe"])
-        raise UserError(
-            f"{origins['recipe']}: recipe = {name}: the key of the program is `program` now; write program = {name}"
-        )
 
 
 def is_torchtitan(values: Mapping[str, Any]) -> bool:

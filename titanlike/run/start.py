@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from titanlike.config import UserError
 from titanlike.config.base import MAX_PATH, show_value, shown
+from titanlike.config.errors import old_key_of_the_program
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
@@ -22,7 +23,7 @@ from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
 from titanlike.distributed.sagemaker import OBJECTIVE, sagemaker_job
 from titanlike.recipe import PretrainRecipe, load, to_toml
-from titanlike.recipe.load import parse_value, read, refuse_old_key
+from titanlike.recipe.load import parse_value, read
 from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
@@ -233,7 +234,8 @@ def shutdown_timeout_of(arguments: Arguments) -> int:
 def program_of(recipe: Path, override: str | None = None) -> Path:
     """Returns the program of a recipe: the one that it names, or `override`, whose path is relative to the working directory."""
     values, origins = read(recipe)
-    refuse_old_key(values, origins)
+    if "recipe" in values:
+        raise UserError(f"{origins.get('recipe', recipe)}: {old_key_of_the_program(values['recipe'])}")
     name = values.get("program", "pretrain") if override is None else override
     origin = origins.get("program", str(recipe)) if override is None else "command line"
     if not isinstance(name, str):

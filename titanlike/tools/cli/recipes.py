@@ -80,9 +80,9 @@ def _copy(name: str, target: Path) -> None:
             raise UserError(f"{path} exists; choose another name, as in {recipe.with_name('mine.toml')}, or remove it")
     text = found[name].read_text()
     if "extends" in tomli.loads(text):
-        text = "\n".join([*_comment(text), joined(found[name], recipe=recipe.stem)])
+        text = "\n".join([*_comment(text), joined(found[name], program=recipe.stem)])
     else:
-        text = re.sub("^recipe = .*", f"recipe = {json.dumps(recipe.stem)}", text, flags=re.MULTILINE)
+        text = re.sub("^program = .*", f"program = {json.dumps(recipe.stem)}", text, flags=re.MULTILINE)
         text = re.sub("^#:.*\n", "", text)
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
