@@ -320,4 +320,4 @@ def test_each_key_of_a_config_has_its_type(tmp_path: Path) -> None:
 def test_the_options_of_a_parameter_group_that_are_saved() -> None:
     """The learning rate is that of the recipe and the step."""
     options = dict.fromkeys(("params", "lr", "initial_lr", "betas", "weight_decay"), 1.0)
-    assert optimizer_values._comparable(options).keys() == {"betas", "weight_decay"}
+    assert optimizer_values._fingerprints(options).keys() == {"betas", "weight_decay"}

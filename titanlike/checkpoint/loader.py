@@ -1,6 +1,5 @@
 """Verifies and loads checkpoints, whatever layout saved them."""
 
-import copy
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from titanlike.checkpoint.store import CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.distributed import process_group
 from titanlike.utils.dtensor import local_tensor
-from titanlike.utils.json_values import is_exact
 
 
 def verify(
@@ -106,8 +104,7 @@ def load_tensors(
     """Loads a checkpoint into a model, its optimizer and other modules, whatever layout saved it. `records` are the values of the
     optimizer that are not tensors. `num_threads` tensors are read at a time."""
     _initialize_state(optimizer)
-    copies: dict[str, str] = getattr(model, "copies", {})
-    parameters = {copies.get(name, name): parameter for name, parameter in model.named_parameters()}
+    parameters = {name: parameter for parameter, name in values.names.items()}
     shards = [
         (name, local.detach(), shard_range_of(tensor))
         for name, tensor in named_tensors(model, optimizer, others)
@@ -138,7 +135,7 @@ def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. The gradients are those of before, and
     options of parameter groups that the optimizer changes in this step are reset."""
     options = [
-        {key: copy.deepcopy(value) if is_exact(value) else value for key, value in group.items() if key != "params"}
+        {key: list(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     gradients = [(parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]]

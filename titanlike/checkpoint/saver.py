@@ -21,7 +21,7 @@ from torch import nn
 from titanlike.checkpoint import format, optimizer_values, store
 from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import FileDigest, ShardSpec
-from titanlike.checkpoint.optimizer_values import OptimizerValues, ValuesDiffer
+from titanlike.checkpoint.optimizer_values import OptimizerValues
 from titanlike.checkpoint.staging import Stage, named_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, open_store
 from titanlike.config import UserError
@@ -253,13 +253,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         size, stall = self._stage.size, time.perf_counter() - started
         error = cleanup_error = ""
         try:
-            merged = optimizer_values.merge(values, lambda text: self._on_all_ranks(lambda: text))
+            merged = optimizer_values.merge(self._on_all_ranks(lambda: values))
             metadata = replace(metadata, optimizer=merged)
             self._on_all_ranks(lambda: self._begin(metadata.step, size), main_only=True)
             digests = self._on_all_ranks(lambda: self._write(metadata.step, shards, notes))
             cleanup_error = self._on_all_ranks(lambda: self._commit(metadata, digests), main_only=True)[0]
-        except (_SaveError, ValuesDiffer) as failure:
-            error, self._must_stop = str(failure), isinstance(failure, ValuesDiffer) or failure.location_lost
+        except (_SaveError, UserError) as failure:
+            error, self._must_stop = str(failure), isinstance(failure, UserError) or failure.location_lost
         return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
 
     def _verify_claim(self) -> None:

@@ -41,12 +41,3 @@ def from_json(value: Any) -> Any:
         return base64.b64decode(content)
     dtype, shape, text = content
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=getattr(torch, dtype)).reshape(shape)
-
-
-def is_exact(value: Any) -> bool:
-    """Whether `from_json` restores a value with its types. A subclass, such as a NumPy float64, becomes its base class."""
-    if type(value) in (list, tuple):
-        return all(map(is_exact, value))
-    if type(value) is dict:
-        return all(is_exact(each) for item in value.items() for each in item)
-    return value is None or type(value) in (bool, int, float, str)
