@@ -18,7 +18,6 @@ from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.hardware import hardware_of_device
 from titanlike.tools.planning.plan import Plan, plan_or_none
-from titanlike.utils.files import read_regular
 
 GIB = 2**30
 
@@ -149,14 +148,14 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, pl
 
 def read_records(metrics: Path) -> list[dict[str, Any]]:
     """Reads the records of a metrics.jsonl, whose last line may be truncated."""
-    return [json.loads(line) for line in read_regular(metrics).decode().splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in metrics.read_bytes().decode().splitlines() if line.endswith("}")]
 
 
 def measured_speed(metrics: Path) -> float:
     """Returns the tokens per second and process of an earlier run: the median of its second half."""
     try:
         records = read_records(metrics)
-        processes = int(json.loads(read_regular(metrics.parent / "environment.json"))["processes"])
+        processes = int(json.loads((metrics.parent / "environment.json").read_bytes())["processes"])
         speeds = [float(record["tokens_per_second"]) for record in records if record.get("tokens_per_second")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--measured {metrics}: not a run's metrics.jsonl with its environment.json: {error}") from None

@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,6 @@ def link(path: Path) -> None:
     path.symlink_to("/nowhere")
 
 
-def pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize(
     ("name", "occupy"),
     [
@@ -52,7 +46,6 @@ def pipe(path: Path) -> None:
         pytest.param("step-00000002.removed.partial", Path.touch, marks=pytest.mark.slow),
         pytest.param("step-00000004.archived", Path.touch, marks=pytest.mark.slow),
         ("step-00000004.archived", link),
-        ("step-00000009.partial", pipe),
     ],
 )
 def test_a_name_that_something_else_has(tmp_path: Path, name: str, occupy: Callable[[Path], None]) -> None:
@@ -194,26 +187,6 @@ def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
     del reader, store
     gc.collect()
     assert not downloads.exists()
-
-
-def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Opening a named pipe would wait for a writer."""
-    train_on_rank(recipe(tmp_path))
-    for name in ("manifest.json", "state.json", "rank-00000.safetensors"):
-        last = tmp_path / "run/checkpoints/step-00000004"
-        pipe(last / name)
-        train_on_rank(recipe(tmp_path))
-        output = capsys.readouterr()
-        assert f"step-00000004/{name} cannot be read: Not a regular file; falling back to" in output.err
-        assert "resumed at step 2" in output.out
-        shutil.rmtree(last.with_name("step-00000004.archived"))
-
-
-def test_a_pipe_in_the_run_directory(tmp_path: Path) -> None:
-    train_on_rank(recipe(tmp_path))
-    pipe(tmp_path / "run/metrics.jsonl")
-    with pytest.raises(UserError, match=r"cannot write to .*run: .*Not a regular file: .*metrics.jsonl"):
-        train_on_rank(recipe(tmp_path))
 
 
 def test_unreachable_store_after_ctrl_c(tmp_path: Path) -> None:

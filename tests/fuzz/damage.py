@@ -61,11 +61,6 @@ def replace_by_folder(path: Path, random: random.Random) -> None:
     path.mkdir()
 
 
-def replace_by_pipe(path: Path, random: random.Random) -> None:
-    remove(path)
-    os.mkfifo(path)
-
-
 def replace_by_link(path: Path, random: random.Random) -> None:
     remove(path)
     path.symlink_to(random.choice(["/nowhere", "/dev/null", path.name, "/", str(path.parent)]))
@@ -139,7 +134,7 @@ def change_json(path: Path, random: random.Random) -> None:
     path.write_text(json.dumps(values))
 
 
-DAMAGES = [replace_by_folder, replace_by_pipe, replace_by_link, empty, remove, cut, extend, flip, flip, noise]
+DAMAGES = [replace_by_folder, replace_by_link, empty, remove, cut, extend, flip, flip, noise]
 
 
 def damage(folder: Path, random: random.Random) -> str:
@@ -151,7 +146,7 @@ def damage(folder: Path, random: random.Random) -> str:
             break
         path = random.choice(entries)
         choices = DAMAGES + [change_json] * 10 * (path.suffix == ".json")
-        change = random.choice([one for one in choices if path.is_file() or one in DAMAGES[:5]])
+        change = random.choice([one for one in choices if path.is_file() or one in DAMAGES[:4]])
         change(path, random)
         done.append(f"{change.__name__} {path.relative_to(folder)}")
     return ", ".join(done)

@@ -180,7 +180,7 @@ def change_template(file: Path, rng: random.Random) -> None:
 
 
 def regular(file: Path) -> Path:
-    """Returns a file. Raises OSError if damage has replaced it: a pipe would wait for a writer, a link names another file."""
+    """Returns a file. Raises OSError if damage has replaced it: a link names another file."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise OSError(f"{file} is not a regular file")
     return file

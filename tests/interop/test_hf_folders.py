@@ -110,7 +110,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (header(lambda h: h.update({UNUSED: h.pop(EMBEDDING)})), f"lacks {EMBEDDING}; it is not a llama model"),
     "surplus tensor": (header(lambda h: h.update({"model.x": h.pop(EMBEDDING)})), f"lacks {EMBEDDING}"),
     "another tensor": (header(lambda h: h.update({"model.x": NOTHING})), "also has model.x; it is not a llama"),
-    "overlapping tensors": (header(lambda h: h.update({"model.x": dict(h[EMBEDDING])})), "overlaps with another one: it "),
     "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "path in the index": (index(lambda m: m.update(x="../secret.safetensors")), "is not the name of a file in the folder"),
     "absolute path": (index(lambda m: m.update(x="/etc/passwd")), "is not the name of a file in the folder"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from titanlike.checkpoint.store import LocationLost, Store
 from titanlike.config import UserError
 from titanlike.config.base import record, validate
-from titanlike.utils.files import atomic_write_text, read_regular
+from titanlike.utils.files import atomic_write_text
 
 FILE = "owner.json"
 
@@ -98,6 +98,6 @@ class Claim:
 
     def _has_token(self, recorded: Owner) -> bool:
         try:
-            return bool(json.loads(read_regular(self.run / FILE))["token"] == recorded.token)
+            return bool(json.loads((self.run / FILE).read_bytes())["token"] == recorded.token)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False

@@ -19,7 +19,7 @@ from titanlike.checkpoint.files import MANIFEST, STATE, STEP, File, LocalFile, n
 from titanlike.checkpoint.format import FileDigest
 from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import UserError
-from titanlike.utils.files import atomic_write_text, fsync_directory, read_regular, write_all
+from titanlike.utils.files import atomic_write_text, fsync_directory, write_all
 
 FORMAT = 1
 
@@ -71,7 +71,7 @@ class LocalStore:
     def read_file(self, name: str) -> bytes | None:
         """Returns the content of a file that does not belong to a checkpoint, or None if there is none."""
         try:
-            return read_regular(self.path / name)
+            return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
 

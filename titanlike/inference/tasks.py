@@ -21,7 +21,6 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.sections import metrics_name
-from titanlike.utils.files import read_regular
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def read_task(file: str, limit: int = 0) -> Task:
     items: list[Item] = []
     format = ""
     try:
-        lines = read_regular(Path(file)).decode().split("\n")
+        lines = Path(file).read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):

@@ -9,7 +9,6 @@ from typing import Any, cast
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
 from titanlike.models.common.config import TransformerConfig, equal
-from titanlike.utils.files import read_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -165,7 +164,7 @@ def tensor_files(folder: Path) -> list[Path]:
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file."""
     try:
-        values = json.loads(read_regular(file))
+        values = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

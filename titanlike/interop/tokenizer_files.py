@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlike.data.tokens.tokenizer import Tokenizer, byte_letters, files_of
-from titanlike.utils.files import read_regular
 
 # Files beside a tokenizer.json that belong to the tokenizer.
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja")
@@ -24,9 +23,9 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int, *, closes: bool = Fal
     files = {}
     source = files_of(tokenizer.section.encoding)
     if source and source[0].suffix == ".json":
-        files["tokenizer.json"] = read_regular(source[0])
+        files["tokenizer.json"] = source[0].read_bytes()
         if len(source) > 1:
-            config = json.loads(read_regular(source[1]))
+            config = json.loads(source[1].read_bytes())
         content = json.loads(files["tokenizer.json"])
         known = {token.get("content") for token in content.get("added_tokens") or []}
         content["added_tokens"] = (content.get("added_tokens") or []) + [
@@ -42,7 +41,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int, *, closes: bool = Fal
         if content != json.loads(files["tokenizer.json"]):
             files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
         companions = [source[0].with_name(name) for name in COMPANIONS]
-        files |= {file.name: read_regular(file) for file in companions if file.is_file()}
+        files |= {file.name: file.read_bytes() for file in companions if file.is_file()}
     else:
         files["tokenizer.json"] = json.dumps(_byte_pair_tokenizer(tokenizer, added), ensure_ascii=False).encode()
     if config.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":

@@ -32,7 +32,7 @@ from titanlike.models.common.config import TransformerConfig
 from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.hooks import call_hooks
 from titanlike.utils.file_lock import FileLock, LockHeld
-from titanlike.utils.files import atomic_write_text, read_regular
+from titanlike.utils.files import atomic_write_text
 
 
 class RunDirectory:
@@ -102,7 +102,7 @@ class RunDirectory:
             atomic_write_text(self.path / "recipe.toml", to_toml(resolved, comment))
             atomic_write_text(self.path / "environment.json", json.dumps(environment_json, indent=1) + "\n")
             if self.metrics.exists():
-                lines = read_regular(self.metrics).decode(errors="replace").splitlines()
+                lines = self.metrics.read_bytes().decode(errors="replace").splitlines()
                 kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= resumed_step)
                 atomic_write_text(self.metrics, kept)
         except OSError as error:
@@ -115,7 +115,7 @@ class RunDirectory:
             return False
         lacks = False
         if process_group.is_main() and self.metrics.exists():
-            lines = read_regular(self.metrics).decode(errors="replace").splitlines()
+            lines = self.metrics.read_bytes().decode(errors="replace").splitlines()
             recorded = [name for line in lines if _step_of(line) == step for name in json.loads(line)]
             lacks = not any(name.startswith(names) for name in recorded)
         return process_group.broadcast_object(lacks)

@@ -1,10 +1,5 @@
-"""Files: atomic writes, and reads of what is a regular file.
+"""Atomic writes: a reader sees the old file or the complete new one, even if the process is killed or the disk is full."""
 
-A reader sees the old file or the complete new one, even if the process is killed or the disk is full. What is not a regular file is
-not opened: a named pipe would wait for a writer, perhaps for ever.
-"""
-
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,18 +46,3 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_regular(path: Path) -> None:
-    """Raises `OSError` if the path is neither a regular file nor a link to one."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    path.stat()  # raises FileNotFoundError, or the error that made `exists` return False
-
-
-def read_regular(path: Path) -> bytes:
-    """Returns the content of a regular file, and raises `OSError` for anything else."""
-    check_regular(path)
-    return path.read_bytes()

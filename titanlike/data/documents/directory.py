@@ -9,7 +9,6 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.data.documents.files import is_address
-from titanlike.utils.files import read_regular
 
 
 class DataDirectory:
@@ -38,7 +37,7 @@ class DataDirectory:
     def read(self, name: str) -> bytes:
         """Reads a complete file."""
         if self.local:
-            return read_regular(self.path(name))
+            return self.path(name).read_bytes()
         return self._retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.location}/{name}")
 
     def sizes(self) -> dict[str, int] | None:

@@ -29,7 +29,6 @@ from titanlike.data.documents.readers import BadRecord, replace_surrogates
 from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
 from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
-from titanlike.utils.files import read_regular
 
 BUILT_IN_NAME = "the built-in chat template"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of the assistant's messages
@@ -373,6 +372,6 @@ def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _read(file: Path, prefix: str = "") -> str:
     try:
-        return read_regular(file).decode()
+        return file.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{prefix}{file} cannot be read: {getattr(error, 'strerror', '') or error}") from None

@@ -18,7 +18,6 @@ from titanlike.config.base import nearest, shown
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import import_optional
 from titanlike.data.documents.readers import BadRecord
-from titanlike.utils.files import read_regular
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.
 SPLIT_PATTERN = (
@@ -304,7 +303,7 @@ def _names_of_special_tokens(config: Path) -> list[str]:
     if not config.exists():
         return ["", ""]
     try:
-        values = json.loads(read_regular(config))
+        values = json.loads(config.read_bytes())
         named = [values.get(f"{role}_token") for role in ("eos", "bos")]
         names = ["" if t is None else t["content"] if isinstance(t, dict) else t for t in named]
         if not all(isinstance(name, str) for name in names):

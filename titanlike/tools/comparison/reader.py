@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from titanlike.utils.files import check_regular
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -59,7 +57,6 @@ class MetricsReader:
     def read(self) -> dict[str, "NDArray[np.float64]"]:
         """Returns the columns of all records in the order of the file: their `kind` and `VALUES`. NaN is missing or not finite."""
         with suppress(FileNotFoundError):  # a run that has just started
-            check_regular(self.path)
             found = self.path.stat()
             if found.st_ino != self._inode or found.st_size < self._offset:  # a resume replaces the file
                 self._reset()

@@ -15,7 +15,6 @@ from titanlike.config.base import nearest, printable, shown
 from titanlike.tools.comparison.reader import SKIPPED, TRAINING, VALIDATION, MetricsReader
 from titanlike.tools.comparison.series import Columns, Series, XAxis, curves, without_repeated_steps
 from titanlike.utils.file_lock import is_locked
-from titanlike.utils.files import read_regular
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.toml"
 MAX_BUCKETS, MIN_BUCKETS = 1000, 100  # per curve
@@ -182,7 +181,7 @@ def _median(values: Any) -> float | None:
 def _read_values(path: Path) -> tuple[dict[str, Any], str]:
     """Returns the content of a TOML or JSON file, empty if it is missing, and the problem of a file that is not valid."""
     try:
-        text = read_regular(path).decode()
+        text = path.read_bytes().decode()
         values = tomli.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         return {}, ""

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titanlike.config import UserError
 from titanlike.config.base import has_control_characters, nearest, section, show_value, shown
-from titanlike.utils.files import read_regular
 
 FILES = Path(__file__).with_name("hardware_files")
 DEFAULT_HARDWARE = "h100"
@@ -160,7 +159,7 @@ def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> 
         meant = f"did you mean {near}? " if near else ""
         raise UserError(f"--{kind} {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file")
     try:
-        values = tomli.loads(read_regular(path).decode())
+        values = tomli.loads(path.read_bytes().decode())
     except OSError as error:
         raise UserError(f"--{kind} {shown(name)} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8

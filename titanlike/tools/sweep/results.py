@@ -12,7 +12,7 @@ from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.recipe.load import parse_value
 from titanlike.tools.sweep.config import Sweep, SweepPlan, as_text, recipe_text
-from titanlike.utils.files import atomic_write_text, read_regular
+from titanlike.utils.files import atomic_write_text
 
 RESULTS = "sweep.json"
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 420, 28, 260  # pixels
@@ -110,7 +110,7 @@ def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[
 def read_results(path: Path) -> dict[str, Any]:
     """Returns the content of a sweep's `sweep.json`."""
     try:
-        results = json.loads(read_regular(path / RESULTS))
+        results = json.loads((path / RESULTS).read_bytes())
         table(results)
     except OSError:
         raise UserError(f"{path} is not the directory of a sweep: it has no {RESULTS}") from None
