@@ -86,7 +86,6 @@ class BertConfig(EncoderConfig):
     hf_ignored = ("bert.pooler.*", "cls.seq_relationship.*", "bert.embeddings.position_ids", f"{HEAD}.decoder.bias")
     sizes = BERT_SIZES
     norm_eps = 1e-12
-    norm_after_residual = True
 
     def first_parameters(self) -> dict[str, ParameterSpec]:
         rows = {"tok": self.vocab_size, "pos": self.max_seq_len, "type": self.num_token_types}

@@ -74,10 +74,6 @@ class TransformerConfig:
     """Defaults of inherited fields that differ from those of the base."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
-    post_norms: ClassVar[bool] = False
-    """Whether the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
-    norm_after_residual: ClassVar[bool] = False
-    """Whether the sums of the residual stream are normalized, and not the inputs of attention and feed-forward."""
     unit_offset_norm: ClassVar[bool] = False
     """Whether RMSNorm multiplies by 1 + weight, in float32, and not by the weight."""
     logit_soft_cap: float = 0.0
@@ -96,8 +92,6 @@ class TransformerConfig:
     num_dense_layers: int = 0
     num_mtp_layers: int = 0
     """Blocks of multi-token prediction, whose indices follow those of the others."""
-    latent_matrices: ClassVar[tuple[str, ...]] = ()
-    """Matrices of a block that do not read the input of attention, but a latent vector that is computed from it."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
     hf_ignored: ClassVar[tuple[str, ...]] = ()
@@ -241,14 +235,8 @@ class TransformerConfig:
 
     def expert_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the stacked matrices of a block's routed experts by parameter name, each as (experts, outputs, inputs)."""
-        return {name: shape for name, shape in self._of_style("experts").items() if len(shape) == 3}
-
-    def router_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the parameters of a block's router by name."""
-        return self._of_style("router")
-
-    def _of_style(self, style: str) -> dict[str, tuple[int, ...]]:
-        return {name: spec.shape for name, spec in self.block_parameters().items() if spec.style == style}
+        stacks = {name: spec.shape for name, spec in self.block_parameters().items() if spec.style == "experts"}
+        return {name: shape for name, shape in stacks.items() if len(shape) == 3}
 
     def num_parameters(self) -> int:
         """Returns the number of parameters; an embedding tied to the LM head counts once."""

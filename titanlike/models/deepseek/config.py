@@ -86,7 +86,6 @@ class DeepseekConfig(MoeConfig):
 
     defaults: ClassVar = {"rope_theta": 10000.0}
     num_kv_heads: ClassVar[property] = property(lambda self: self.num_heads)  # type: ignore[misc]
-    latent_matrices = ("attention.wq_b", "attention.wkv_b")
     rope_types = ("default", "yarn")
     rope_scaling_type = "yarn"
     hf_fixed: ClassVar = {"attention_bias": False}

@@ -57,7 +57,6 @@ class GemmaConfig(LlamaFamilyConfig):
     tied_head = True
     gelu = True
     own_head_dim = 256
-    post_norms = True
     unit_offset_norm = True
 
     @property

@@ -12,6 +12,12 @@ from titanlike.config.sections import DTYPE_BYTES
 from titanlike.float8.selection import float8_layers
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.moe.config import MoeConfig
+from titanlike.tools.planning.architecture import (
+    has_norm_after_residual,
+    has_post_norms,
+    latent_matrices,
+    router_parameters,
+)
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
 
@@ -69,11 +75,11 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         qk_norm *= 4 / element
     # The inputs of attention and feed-forward, and what they compute.
     kept = 2 * norm_input + norms + queries + keys + values + attention + intermediates + sequence + copies + qk_norm
-    if model.latent_matrices:
+    if latent_matrices(model):
         # The latent vectors and the norms of them, and the keys without positions, which are copied to those of all channels.
-        latents = [matrices[name][1] for name in model.latent_matrices if name in matrices]
+        latents = [matrices[name][1] for name in latent_matrices(model) if name in matrices]
         kept += element * (2 * sum(latents) + (matrices["attention.wkv_b"][0] - values * tensor / element) / tensor)
-    kept += 2 * norm_input if model.post_norms else 0.0
+    kept += 2 * norm_input if has_post_norms(model) else 0.0
     selective = stream + attention + _every_second_product(job, index)
     if job.has_cross_attention(index):
         # Its keys and values are those of the tokens of the encoder.
@@ -92,7 +98,7 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     backward, early = 2 * ffn, 0.0
     if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
         backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn
-    if compiled and model.post_norms:  # recomputes the products, which their gradients then overwrite
+    if compiled and has_post_norms(model):  # recomputes the products, which their gradients then overwrite
         backward = ffn
     if model.is_encoder_decoder:
         # Gradients of the biases, for each sequence by itself, and of queries, keys and values, after those of the feed-forward.
@@ -129,7 +135,7 @@ def _recomputed_by_casts(job: Job, index: int) -> tuple[float, float]:
     model = job.recipe.model
     readers: dict[str, list[bool]] = {}  # of each norm, whether they are in float8
     for name in model.block_matrices(index):
-        if name not in (*model.rowwise_matrices, *model.latent_matrices):
+        if name not in (*model.rowwise_matrices, *latent_matrices(model)):
             layer = name.rpartition(".")[0]
             # The router and the experts read the input of the shared experts, too, and not in float8.
             readers.setdefault(layer, [False] if layer.endswith(".shared") else []).append(name in converted)
@@ -147,7 +153,7 @@ def weight_copies(job: Job, index: int) -> tuple[float, float]:
         return 0.0, 0.0
     matrices: dict[str, tuple[int, ...]] = dict(model.block_matrices(index, job.layout.tensor))
     if model.has_experts(index):
-        matrices |= model.router_parameters() | model.expert_parameters()
+        matrices |= router_parameters(model) | model.expert_parameters()
     if job.recipe.compile.mode != "none":
         matrices = {
             name: size for name, size in matrices.items() if name not in float8_layers(job.recipe.float8, model, index)
@@ -176,7 +182,7 @@ def _every_second_product(job: Job, index: int) -> float:
         widths += [each, lora.rank, each] if lora.selects(f"layers.0.{name}") else [each]
     # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
     # depends on it.
-    if job.recipe.compile.mode != "none" and not (model.post_norms or model.norm_after_residual):
+    if job.recipe.compile.mode != "none" and not (has_post_norms(model) or has_norm_after_residual(model)):
         widths[-1] = 0
         if lora.selects(f"layers.0.{name}"):
             widths[-3] = 0

@@ -12,6 +12,7 @@ from titanlike.config.layout import blocks_of
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.models.common.config import TransformerConfig
 from titanlike.tools.planning.activations import BlockActivations, block_activations, weight_copies
+from titanlike.tools.planning.architecture import router_parameters
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
 
@@ -225,7 +226,7 @@ def _block_size(model: TransformerConfig, tensor: int, index: int) -> tuple[floa
     matrices = float(sum(map(math.prod, model.block_matrices(index, tensor).values())))
     if not model.has_experts(index):
         return matrices, 0.0
-    matrices += sum(map(math.prod, model.router_parameters().values()))
+    matrices += sum(map(math.prod, router_parameters(model).values()))
     return matrices, sum(map(math.prod, model.expert_parameters().values())) / tensor
 
 

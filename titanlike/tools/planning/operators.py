@@ -11,6 +11,7 @@ from titanlike.config.sections import DTYPE_BYTES
 from titanlike.float8.selection import HEAD, float8_layers, float8_names
 from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.activations import CROSS_MATRICES, ordered_matrices
+from titanlike.tools.planning.architecture import has_post_norms, latent_matrices
 from titanlike.tools.planning.experts import (
     bias_launches,
     ends_with_experts,
@@ -119,8 +120,8 @@ class Counts:
         """Kernels that the host launches for a block, forward and backward without the gradients of weights, given its products.
         Constants are from steps of the shipped recipes on null GPUs (`tests/unit/test_planning_null_gpu.py`)."""
         job, model = self.job, self.job.recipe.model
-        qk_norm, post_norms = int(model.qk_norm), int(model.post_norms)
-        latents = len(model.block_matrices(index).keys() & set(model.latent_matrices))
+        qk_norm, post_norms = int(model.qk_norm), int(has_post_norms(model))
+        latents = len(model.block_matrices(index).keys() & set(latent_matrices(model)))
         if latents:  # norms, RoPE of some channels, and concatenations
             scale = 1 if self.compiled else 3
             forward, backward = forward + scale * (3 + latents), backward + scale * (4 + 2 * latents)
@@ -199,7 +200,7 @@ class Counts:
         rotated = queries + keys if hasattr(model, "rope_theta") else 0
         normed = queries + keys if model.qk_norm else 0
         gated = len(ffn) > 2
-        post_norms = 2 if model.post_norms else 0
+        post_norms = 2 if has_post_norms(model) else 0
         if self.compiled:
             # norm 4; residual and norm 8; residual 6. Backward: twice norm and residual 8; sums of input gradients, 2 and 3 terms.
             # RoPE 4, and 2 more if it reads the statistics of QK-norm first, or in the backward pass its input.
@@ -231,7 +232,7 @@ class Counts:
         recipe, tensor, tokens = self.job.recipe, self.job.layout.tensor, self.job.tokens
         matrices, rowwise = recipe.model.block_matrices(index, tensor), recipe.model.rowwise_matrices
         forward = backward = 0.0
-        own_input = (*rowwise, *recipe.model.latent_matrices)
+        own_input = (*rowwise, *latent_matrices(recipe.model))
         for layer in {name.rpartition(".")[0] for name in float8}:  # its other matrices share an input
             colwise = {name for name in matrices if name.rpartition(".")[0] == layer and name not in own_input}
             # Tensor-parallel ranks cast their shard before the gather, if only float8 matmuls read it.

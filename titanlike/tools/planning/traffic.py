@@ -14,6 +14,7 @@ from itertools import groupby
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import reference_of
+from titanlike.tools.planning.architecture import latent_matrices
 from titanlike.tools.planning.collectives import FLOAT32, FLOAT64, INT64, Collective, Totals
 from titanlike.tools.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
 from titanlike.tools.planning.job import Job
@@ -266,7 +267,7 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
     for name, width in (("attention.wk", model.head_dim), ("attention.wv", model.v_head_dim)):
         size = elements * width * DTYPE_BYTES[job.recipe.training.compute_dtype]
         totals.add("all-gather", "context", "keys and values", job.num_microbatches * forwards, size)
-        of_latent = model.latent_matrices and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
+        of_latent = latent_matrices(model) and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
         if name == "attention.wk" and clips(job):
             totals.add("all-gather", "context", "keys and values", job.num_microbatches * (1 + block.recomputed), size)
         if block.needs_grad or name in block.adapted or of_latent:
@@ -294,7 +295,7 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
     """Those of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
     if job.recipe.float8.scaling != "tensorwise":
         return
-    inputs, latent = 0, frozenset(job.recipe.model.latent_matrices)
+    inputs, latent = 0, frozenset(latent_matrices(job.recipe.model))
     for layer in block.layers:
         one_gather = job.layout.tensor > 1 and layer.gathers and not layer.experts
         shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered

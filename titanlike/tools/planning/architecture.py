@@ -1,0 +1,25 @@
+"""What only a plan asks of an architecture. Does not import torch."""
+
+from titanlike.models.bert.config import BertConfig
+from titanlike.models.common.config import TransformerConfig
+
+
+def has_post_norms(model: TransformerConfig) -> bool:
+    """Whether the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
+    return "post_ffn_norm.weight" in model.block_parameters()
+
+
+def has_norm_after_residual(model: TransformerConfig) -> bool:
+    """Whether the sums of the residual stream are normalized, and not the inputs of attention and feed-forward."""
+    return isinstance(model, BertConfig)
+
+
+def latent_matrices(model: TransformerConfig) -> tuple[str, ...]:
+    """Returns matrices of a block that do not read the input of attention, but a latent vector that is computed from it."""
+    latents = ("attention.wq_b", "attention.wkv_b")
+    return tuple(name for name in latents if f"{name}.weight" in model.block_parameters())
+
+
+def router_parameters(model: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters of a block's router by name."""
+    return {name: spec.shape for name, spec in model.block_parameters().items() if spec.style == "router"}
