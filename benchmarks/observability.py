@@ -4,7 +4,7 @@
 
 The run alternates between blocks of ten steps, each with one record: observed by everything that is on by default and Prometheus;
 not observed; and observed with statistics of all parameters in one step of the block. The result is the median over all blocks of
-each kind, in benchmarks/results/observability.json. It also has the time of a sample of the host.
+each kind, in benchmarks/results/observability.json.
 """
 
 import argparse
@@ -56,7 +56,6 @@ def main() -> None:
         began = 0.0
         cpu_began = 0.0
         spent = 0.0
-        sources: Any = None
 
         def kind(self, step: int) -> str:
             return KINDS[(step - 1) // BLOCK % len(KINDS)]
@@ -68,9 +67,6 @@ def main() -> None:
             now = time.perf_counter()
             self.spent += now - start
             if step % BLOCK == 0:
-                sampler = self._machines._sampler  # its thread is idle in a block that is not observed
-                self.sources = self.sources or sampler._sources
-                sampler._sources = [] if self.kind(step + 1) == "off" else self.sources
                 if step > len(KINDS) * BLOCK:  # the first blocks warm up
                     seconds[self.kind(step)].append((now - self.began) / BLOCK)
                     cpu[self.kind(step)].append((time.process_time() - self.cpu_began) / BLOCK)
@@ -101,9 +97,7 @@ def main() -> None:
         "monitor_share": {kind: statistics.median(values) / step for kind, values in inside.items()},
         "step_ratio": {kind: statistics.median(values) / step for kind, values in seconds.items()},
         "cpu_ratio": {kind: statistics.median(values) / statistics.median(cpu["off"]) for kind, values in cpu.items()},
-        "profiling_off_share": seconds_of_profiling_off(arguments.device) / step,
-        "seconds_per_host_sample": seconds_of_a_sample(),
-        "blocks": seconds, "cpu_blocks": cpu,
+        "profiling_off_share": seconds_of_profiling_off(arguments.device) / step, "blocks": seconds, "cpu_blocks": cpu,
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(
@@ -129,18 +123,6 @@ def seconds_of_profiling_off(device: str, number: int = 100_000) -> float:
         with record_function("data wait"):
             pass
     return (time.perf_counter() - start) / number
-
-
-def seconds_of_a_sample(number: int = 200) -> float:
-    """Returns the median time of a sample of the host, which a thread takes each `metrics.machine_interval` seconds."""
-    from titanlike.metrics.host import Host
-
-    host, seconds = Host(Path()), []
-    for _ in range(number):
-        start = time.perf_counter()
-        host.read()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

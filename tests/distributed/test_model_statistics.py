@@ -1,9 +1,8 @@
-"""What a run records of its model and machines: the balance of experts and the terms of the loss, against plain loops and under
-every kind of layout, and throttled GPUs of other ranks."""
+"""What a run records of its model: the balance of experts and the terms of the loss, against plain loops and under every kind of
+layout."""
 
 import dataclasses
 import math
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests import nvml
 from tests.launching import records
 from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
 from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
-from titanlike.config.sections import Metrics, Parallelism
+from titanlike.config.sections import Parallelism
 from titanlike.losses import IGNORE
 from titanlike.losses.terms import LossTerms
-from titanlike.metrics import Monitor, machine_records
 from titanlike.metrics import model_statistics as statistics
-from titanlike.metrics.gpu import GPU
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.common.experts import routers
 
@@ -187,42 +183,3 @@ def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_pa
         for n in (1, 2)
     )
     assert second == [each[0], each[1], each[3]]
-
-
-def _throttled(folder: Path, library: Path, text: str) -> list[str]:
-    rank = dist.get_rank()
-    file = folder / f"values-{rank}"
-    nvml.plant(file, utilization=90 - rank, temperature=70 + rank)
-    nvml.use(library, file)
-    real = machine_records.open_gpu
-    machine_records.open_gpu = lambda device: GPU(nvml.ADDRESS)  # type: ignore[assignment]
-    printed: list[str] = []
-    try:
-        monitor = Monitor(
-            folder=folder if rank == 0 else None, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=3,
-            num_tokens=lambda step: step, flops_per_token=1, section=Metrics(interval=1, trackers=()), recipe={},
-        )  # fmt: skip
-        assert monitor._machines is not None
-        monitor.print = lambda line: printed.append(line)  # type: ignore[method-assign,assignment]
-        with monitor:
-            for step in range(1, 4):
-                if step == 2 and rank == 1:
-                    nvml.plant(file, utilization=30, temperature=71, reasons=0x8 | 0x40)
-                monitor._machines._sampler.sample()  # the thread's next one is seconds away
-                monitor.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=0.1)
-    finally:
-        machine_records.open_gpu = real
-        nvml.forget()
-    return [line for line in printed if line and text in line]
-
-
-def test_rank_0_names_the_throttled_gpu_of_another_rank(ranks: Ranks, tmp_path: Path) -> None:
-    library = nvml.build(tmp_path)
-    printed, _ = ranks(2).run(_throttled, tmp_path, library, "throttled")
-    name = f"rank 1 (host {socket.gethostname()}, GPU 5)"
-    assert printed == [f"warning: the GPU of {name} is throttled: hardware thermal slowdown"]
-    first, _, last = records(tmp_path)
-    assert (first["gpu/num_throttled"], last["gpu/num_throttled"]) == (0, 1)
-    assert last["gpu/min_utilization"] == pytest.approx(0.3)
-    assert (last["gpu/min_utilization_rank"], last["gpu/max_temperature_celsius_rank"]) == (1, 1)
-    assert last["gpu/temperature_celsius"] == 70.5

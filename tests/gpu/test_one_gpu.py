@@ -18,7 +18,6 @@ ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]) -> None:
     data = {
         "data.source": "python_stdlib", "training.steps": "40", "training.compute_dtype": "bfloat16",
-        "metrics.machine_interval": "0.1",
     }  # fmt: skip
     done = run(tmp_path, variables=ON_GPU, real=True, **SMALL | data | options | {"run.name": "r"})
     assert done.returncode == 0, done.stderr
@@ -29,9 +28,6 @@ def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]
     with compare_values():
         assert last["mfu"] is None or 0 < last["mfu"] < 1
     assert 0 < last["memory_gib"] < 4
-    assert {"gpu/memory_gib", "gpu/power_watts", "gpu/temperature_celsius", "gpu/num_throttled"} <= last.keys()
-    with compare_values():
-        assert 0 < last["gpu/memory_gib"] < 200 and 10 < last["gpu/temperature_celsius"] < 120
 
 
 def test_lora_on_conversations_learns_and_starts_at_the_loss_of_the_cpu(tmp_path: Path) -> None:

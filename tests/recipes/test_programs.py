@@ -71,8 +71,7 @@ COMMON: dict[str, Any] = {
     "training.max_norm": 0.01, "training.non_finite": "skip", "training.skip_limit": 1,
     "optimizer.lr": 1e-2, "schedule.warmup_steps": 2, "compile.mode": "none",
     "validation.interval": DUE["validation"], "validation.batches": 1, "checkpoint.interval": DUE["save"],
-    "checkpoint.keep": STEPS, "metrics.trackers": "[]", "metrics.interval": 1, "metrics.machine_interval": 0,
-    "profiling.steps": "[2]",
+    "checkpoint.keep": STEPS, "metrics.trackers": "[]", "metrics.interval": 1, "profiling.steps": "[2]",
 }  # fmt: skip
 DECODER = {
     "model.name": "gpt", "model.dropout": 0.1, "sample.tokens": 2, "sample.interval": DUE["sample"], "sample.prompt": "a",

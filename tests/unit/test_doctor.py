@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import nvml
 from tests.launching import Cli
-from titanlike.metrics import gpu, machine
 from titanlike.tools import doctor
 from titanlike.tools.finding import Finding
 from titanlike.utils import compat, system
@@ -26,6 +24,7 @@ GPU0     X      NV18    PXB     0-47            0
 GPU1    NV18     X      SYS     0-47            0
 NIC0    PXB     SYS      X
 """
+NOT_THROTTLED = "0, Not Active, Not Active, Not Active, Not Active\n"
 
 
 def only(findings: Any) -> Finding:
@@ -97,11 +96,10 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], *, peers: bool) -> None:
     monkeypatch.setattr(system, "num_gpus", lambda: number)
-    monkeypatch.setattr(doctor, "output", lambda *command: NVLINK if "topo" in command else "555.42\n")
+    answers = {"topo": NVLINK, "--query-gpu=driver_version": "555.42\n"}
+    monkeypatch.setattr(doctor, "output", lambda *command: answers.get(command[1], NOT_THROTTLED))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(gpu, "nvml_problem", lambda: "")
-    monkeypatch.setattr(machine, "open_gpu", lambda device: None)
     for name, value in {
         "is_available": True, "device_count": number, "get_device_name": "NVIDIA H100", "get_device_capability": capability,
         "get_device_properties": SimpleNamespace(total_memory=80 * 2**30), "can_device_access_peer": peers,
@@ -119,14 +117,14 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(doctor.gpus())
     assert set(statuses(findings).values()) == {"ok"}
     assert findings[0].text == "2 x NVIDIA H100, 80.0 GiB each, driver 555.42, CUDA 12.8"
-    subjects = ["gpu", "bfloat16", "float8", "flash3", "flash4", "nccl", "nvml", "symmetric memory", "links"]
+    subjects = ["gpu", "bfloat16", "float8", "flash3", "flash4", "nccl", "throttling", "symmetric memory", "links"]
     assert list(statuses(findings)) == subjects
     plant_gpus(monkeypatch, 2, (7, 5), peers=False)
     found = statuses(doctor.gpus())
     assert [found[name] for name in ("bfloat16", "float8", "symmetric memory")] == ["warning"] * 3
     plant_gpus(monkeypatch, 1, (8, 0), peers=True)
     expected = {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "flash3": "ok", "flash4": "ok"}
-    assert statuses(doctor.gpus()) == expected | {"nccl": "ok", "nvml": "ok"}
+    assert statuses(doctor.gpus()) == expected | {"nccl": "ok", "throttling": "ok"}
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,35 +138,15 @@ def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a build without CUDA" in only(doctor.gpus()).text
 
 
-def test_throttled_gpus_and_a_missing_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_throttled_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_gpus(monkeypatch, 2, (9, 0), peers=True)
-    library, file = nvml.build(tmp_path), tmp_path / "values"
-    nvml.use(library, file)
-    try:
-        nvml.plant(file, reasons=0x8 | 0x40)
-        monkeypatch.setattr(machine, "open_gpu", lambda device: gpu.GPU(nvml.ADDRESS) if device.index else None)
-        found = next(finding for finding in doctor.gpus() if finding.subject == "nvml")
-    finally:
-        nvml.forget()
-    text = "GPU 5 is throttled: hardware thermal slowdown"
-    assert found == Finding("warning", "nvml", text, "check cooling and power supply")
-    monkeypatch.setattr(gpu, "nvml_problem", lambda: "the package nvidia-ml-py is not installed")
-    found = next(finding for finding in doctor.gpus() if finding.subject == "nvml")
-    assert (found.status, found.remedy) == ("warning", "pip install nvidia-ml-py")
-
-
-def test_packages_for_metrics_only_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = metadata.version
-
-    def version(name: str) -> str:
-        if name == "psutil":
-            raise metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(metadata, "requires", lambda _: ["psutil>=5.9", "numpy>=1.26"])
-    monkeypatch.setattr(metadata, "version", version)
-    text = "not installed: runs have no metrics of hosts"
-    assert only(doctor.packages()) == Finding("missing", "psutil", text, 'pip install "psutil>=5.9"', optional=True)
+    answers = [f"{NOT_THROTTLED}5, Active, Not Active, Not Active, Active\n", ""]
+    asked: list[str] = []
+    monkeypatch.setattr(doctor, "output", lambda *command: asked.append(command[1]) or answers[len(asked) - 1])
+    text = "GPU 5 is throttled: hw_thermal_slowdown, hw_slowdown"
+    assert doctor._throttling() == [Finding("warning", "throttling", text, "check cooling and power supply")]
+    assert "clocks_event_reasons.hw_thermal_slowdown,clocks_event_reasons.sw_thermal_slowdown," in asked[0]
+    assert doctor._throttling() == []  # nvidia-smi does not answer
 
 
 def test_links() -> None:

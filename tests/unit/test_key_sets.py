@@ -65,7 +65,7 @@ checkpoint             refused  initial
 validation             exact    interval batches
 evaluation             exact    interval tasks data limit
 sample                 exact    tokens interval prompt temperature
-metrics                exact    interval trackers project tensorboard_dir prometheus layer_interval machine_interval
+metrics                exact    interval trackers project tensorboard_dir prometheus layer_interval
 profiling              exact    steps num_steps ranks memory
 mlm                    refused  mask_probability mask_token
 seq2seq                refused  noise_density mean_noise_span_length target_len source_prefix

@@ -12,6 +12,11 @@ from titanlike.config.base import LIMIT, UserError, nearest, show_value, shown
 from titanlike.config.schema import describe
 
 MANY_UNKNOWN = 4  # keys, which are not typos but those of another program
+# Keys that `recipe.toml` of earlier runs has, and what to do.
+REMOVED = {
+    "metrics.machine_interval": "remove it; exporters measure GPUs and hosts (docs/monitoring.md)",
+    "recipe": "the program has the key `program` now; write program = {value}",
+}
 
 
 def explain(recipe_type: type, error: ValidationError, origins: Mapping[str, str], path: Path) -> str:
@@ -69,15 +74,7 @@ def _unknown_choice(value: str, choices: Sequence[str], program: str | None = No
     return f"is not valid; {hint}choose from {', '.join(choices)}"
 
 
-def old_key_of_the_program(value: Any) -> str:
-    """Returns the sentence for the key that named the program in earlier versions."""
-    text = show_value(value)
-    return f"recipe = {text}: the key of the program is `program` now; write program = {text}"
-
-
 def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None) -> str:
-    if name == "recipe" and "program" in keys:
-        return old_key_of_the_program(value)
     section, _, leaf = name.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     sections = sorted({key.partition(".")[0] for key in keys})
@@ -85,7 +82,9 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None
     setting = name or '""'
     setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
     near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
-    if program:
+    if name in REMOVED:
+        remedy = REMOVED[name].format(value=show_value(value))
+    elif program:
         remedy = f'recipes/{program}.py has it; set program = "{program}"'
     elif near:
         remedy = f"did you mean {section + '.' if section else ''}{near}?"

@@ -607,14 +607,11 @@ class Metrics:
     They are copied to an address every 30 seconds. Default: `tensorboard/` of the run directory, and in a SageMaker job with a
     TensorBoardOutputConfig its local path."""
     prometheus: str = ""
-    """Address and port, such as `127.0.0.1:9400`, at which rank 0 serves the latest values to Prometheus, at `/metrics`. A port is
-    for one run of a machine only. `0.0.0.0:9400` serves all interfaces, without authentication. Default: none."""
+    """Address and port, such as `127.0.0.1:9401`, at which rank 0 serves the latest values to Prometheus, at `/metrics`. A port is
+    for one run of a machine only. `0.0.0.0:9401` serves all interfaces, without authentication. Default: none."""
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
-    machine_interval: NonNegativeFloat = 5.0
-    """Seconds between samples of GPUs, processors, memory, disk and network, which a thread of each rank takes. A record summarizes
-    those since the last one. The default is short beside the time in which a GPU heats up. 0 disables them."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
@@ -625,7 +622,7 @@ class Metrics:
         if self.prometheus and not (address and port.isdecimal() and 0 < int(port) < 2**16):
             yield (
                 f"metrics.prometheus = {shown(self.prometheus)!r} is not an address and a port from 1 to 65535; use such as "
-                "'127.0.0.1:9400'"
+                "'127.0.0.1:9401'"
             )
 
 

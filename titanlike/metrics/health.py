@@ -1,5 +1,6 @@
 """Training health: statistics of each parameter, and ranks that are slow. A run imports it if it measures one of the two."""
 
+import socket
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,12 +57,14 @@ def _squares(tensors: Iterable[Tensor]) -> Tensor:
 class RankStatistics:
     """Compares the ranks: memory, data wait, and the time of a matmul that is the same on all of them.
 
-    Ranks wait for each other in every step, so that the time of a step does not tell which of them is slow.
+    Ranks wait for each other in every step, so that the time of a step does not tell which of them is slow. All ranks create it
+    together.
     """
 
-    def __init__(self, device: torch.device, names: Sequence[str] = ()) -> None:
-        """`names` are those of the ranks in messages."""
-        self.device, self.names = device, names
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        name = f"rank {process_group.rank()} (host {socket.gethostname()}, {device})"
+        self.names = process_group.all_gather_object(name)  # for messages
         size = 2048 if device.type == "cuda" else 192
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
@@ -70,9 +73,9 @@ class RankStatistics:
         self._seconds = 0.0
         self._slow, self._num_slow = -1, 0  # rank, and number of records in a row
 
-    def gather(self, data_wait: float, others: Sequence[float] = ()) -> Tensor:
-        """Times the matmul and returns (ranks, 3 + others) values: peak memory in GiB, data wait in seconds and seconds of the
-        matmul, and `others` of each rank. On a GPU the matmul is that of the previous call, so that the host does not wait."""
+    def gather(self, data_wait: float) -> Tensor:
+        """Times the matmul and returns (ranks, 3) values: peak memory in GiB, data wait in seconds and seconds of the matmul. On a
+        GPU the matmul is that of the previous call, so that the host does not wait."""
         if self._events:
             if self._has_timed and self._events[1].query():
                 self._seconds = self._events[0].elapsed_time(self._events[1]) / 1000
@@ -82,14 +85,14 @@ class RankStatistics:
             self._has_timed = True
         else:
             self._seconds = min(self._time_on_host() for _ in range(3))  # the least disturbed
-        own = torch.tensor([peak_memory_gib(self.device), data_wait, self._seconds, *others], device=self.device)
+        own = torch.tensor([peak_memory_gib(self.device), data_wait, self._seconds], device=self.device)
         found = [torch.empty_like(own) for _ in range(process_group.world_size())]
         dist.all_gather(found, own)
         return torch.stack(found)
 
-    def summarize(self, values: Sequence[Sequence[float]]) -> tuple[dict[str, float], str]:
-        """Returns what to record of values (ranks, 3), and a warning if a rank has become slow."""
-        memory, waits, seconds = zip(*values, strict=True)
+    def summarize(self, values: Sequence[float]) -> tuple[dict[str, float], str]:
+        """Returns what to record of the values of `gather`, rank by rank, and a warning if a rank has become slow."""
+        memory, waits, seconds = values[::3], values[1::3], values[2::3]
         median = statistics.median_low(seconds)
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         ratio = seconds[slowest] / median if median else 1.0
@@ -104,8 +107,10 @@ class RankStatistics:
         self._num_slow = 0 if ratio <= SLOW_RATIO else self._num_slow + 1 if is_same else 1
         if self._num_slow != SLOW_RECORDS:
             return result, ""
-        name = self.names[slowest] if self.names else f"rank {slowest}"
-        return result, f"{name} is slow: it takes {ratio:.1f} times as long as the median rank for the same matmul"
+        return (
+            result,
+            f"{self.names[slowest]} is slow: it takes {ratio:.1f} times as long as the median rank for the same matmul",
+        )
 
     def _time_on_host(self) -> float:
         start = time.perf_counter()

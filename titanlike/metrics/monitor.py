@@ -25,7 +25,6 @@ from titanlike.utils.async_d2h import AsyncD2H
 
 if TYPE_CHECKING:
     from titanlike.metrics.health import RankStatistics
-    from titanlike.metrics.machine_records import MachineRecords
     from titanlike.metrics.model_statistics import ModelStatistics
 
 DATA_WAIT = "data wait"  # annotation in a trace
@@ -71,16 +70,11 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._spikes, self._in_spike = SpikeDetector(), False
-        self._machines: MachineRecords | None = None
-        if self.section.machine_interval:
-            from titanlike.metrics import machine_records
-
-            self._machines = machine_records.MachineRecords(self.device, self.folder, self.section.machine_interval)
         self._ranks: RankStatistics | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             from titanlike.metrics import health
 
-            self._ranks = health.RankStatistics(self.device, self._machines.rank_names if self._machines else ())
+            self._ranks = health.RankStatistics(self.device)
         self._model: ModelStatistics | None = None
         self._model_is_known = False
         self._of_model: dict[str, Tensor] = {}  # of the current step
@@ -89,8 +83,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        # Step, values, when the host had enqueued it, learning rate, names of values, and what this rank's machine reports.
-        self._pending: tuple[int, AsyncD2H, float, float, list[str], list[float]] | None = None
+        # Step, values, when the host had enqueued it, learning rate, and names of values.
+        self._pending: tuple[int, AsyncD2H, float, float, list[str]] | None = None
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -119,10 +113,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._window_steps += 1
         if self._is_due(step):
             others |= self._of_model
-            machine = self._machines.take() if self._machines else []
-            of_ranks = [self._ranks.gather(self._data_wait, machine)] if self._ranks else []
+            of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
             values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
-            self._pending = step, values, time.perf_counter(), lr, list(others), machine
+            self._pending = step, values, time.perf_counter(), lr, list(others)
             if values.is_on_host or step == self.num_steps:
                 self._flush()
 
@@ -133,7 +126,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
-        (step, values, enqueued, lr, names, machine), self._pending = self._pending, None
+        (step, values, enqueued, lr, names), self._pending = self._pending, None
         # A device that has completed the step by now is faster than the host, and completed it when the host had enqueued it.
         waits_for_host = deferred and values.is_complete
         loss, grad_norm, *rest = values.read(deferred=deferred)
@@ -145,19 +138,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
-        extra: dict[str, float] = {}
-        warnings: list[str] = []
-        machines = [machine]
-        if self._ranks:
-            size = 3 + len(machine)
-            rows = [of_ranks[start : start + size] for start in range(0, len(of_ranks), size)]
-            extra, warning = self._ranks.summarize([row[:3] for row in rows])
-            warnings += [warning] if warning else []
-            machines = [row[3:] for row in rows]
-        if self._machines and self._records:
-            found, of_machines = self._machines.summarize(machines)
-            self._records.log_ranks(self._machines.places, machines)
-            extra, warnings = extra | found, warnings + of_machines
+        extra, warning = self._ranks.summarize(of_ranks) if self._ranks else ({}, "")
         self._log(
             step,
             {
@@ -176,7 +157,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                 **extra,
             },
         )
-        for warning in warnings:
+        if warning:
             self.warn(warning)
         self._detect_spike(step, loss)
         self._window_started, self._window_steps, self._data_wait = now, 0, 0.0
@@ -276,8 +257,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Closes the status line, the files and the trackers."""
         if self._console:
             self._console.close()
-        if self._machines:
-            self._machines.close()
         for message in self._records.close() if self._records else ():
             self.print(message)
 

@@ -4,10 +4,9 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from titanlike.metrics.machine import Place, by_name
 from titanlike.metrics.trackers import Values
 
 # Values that may be missing because they are not finite: they are served as NaN.
@@ -21,8 +20,7 @@ EVENTS = {
 
 class PrometheusEndpoint:
     """An HTTP server in a thread. Every number of a record is a gauge `titanlike_NAME`, events are counters, and all have the label
-    `run`. Values of the machine of each rank are gauges `titanlike_rank_NAME` with the labels `rank`, `host` and `gpu`, too. Raises
-    `OSError` if it cannot listen."""
+    `run`. Raises `OSError` if it cannot listen."""
 
     def __init__(self, address: str, port: int, run: str, num_steps: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -32,7 +30,6 @@ class PrometheusEndpoint:
         self._run = run
         self._gauges = {"titanlike_num_steps": float(num_steps), "titanlike_last_record_timestamp_seconds": time.time()}
         self._events: Counter[str] = Counter()
-        self._of_ranks: dict[str, list[tuple[list[str], float]]] = {}  # labels and value of each rank
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, addr=address, registry=registry)
@@ -54,25 +51,11 @@ class PrometheusEndpoint:
         happened = ("skipped" in values or not is_finite, "loss_spike" in values, "save_failed" in values)
         self._events = self._events + Counter(name for name, one in zip(EVENTS, happened, strict=True) if one)
 
-    def log_ranks(self, places: Sequence[Place], rows: Sequence[Sequence[float]]) -> None:
-        """Takes the values of the machine of each rank."""
-        found: dict[str, list[tuple[list[str], float]]] = {}
-        for rank, (place, row) in enumerate(zip(places, rows, strict=True)):
-            for name, value in by_name(row).items():
-                labels = [self._run, str(rank), place.host, place.gpu if name.startswith("gpu/") else ""]
-                found.setdefault(gauge_name(f"rank/{name}"), []).append((labels, value))
-        self._of_ranks = found
-
     def collect(self) -> Iterator[Any]:
         """Yields the metrics, for the client library."""
         for name, value in self._gauges.items():
             gauge = self._gauge_type(name, name, labels=["run"])
             gauge.add_metric([self._run], value)
-            yield gauge
-        for name, of_ranks in self._of_ranks.items():
-            gauge = self._gauge_type(name, name, labels=["run", "rank", "host", "gpu"])
-            for labels, value in of_ranks:
-                gauge.add_metric(labels, value)
             yield gauge
         for name, text in EVENTS.items():
             counter = self._counter_type(name, text, labels=["run"])

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from titanlike.metrics.trackers import CLOSE_TIMEOUT, BackgroundTracker, RunInfo
 from titanlike.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from titanlike.metrics.machine import Place
     from titanlike.metrics.prometheus import PrometheusEndpoint
 
 
@@ -101,11 +99,6 @@ class Records:
         if self._endpoint:
             self._endpoint.log(step, values)
         return self._take_messages()
-
-    def log_ranks(self, places: "Sequence[Place]", rows: Sequence[Sequence[float]]) -> None:
-        """Takes the values of the machine of each rank, which only Prometheus receives."""
-        if self._endpoint:
-            self._endpoint.log_ranks(places, rows)
 
     def close(self) -> list[str]:
         """Writes what is buffered. Waits for slow trackers, but not long."""

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from titanlike.config import UserError
 from titanlike.config.base import MAX_PATH, show_value, shown
-from titanlike.config.errors import old_key_of_the_program
+from titanlike.config.errors import REMOVED
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
@@ -235,7 +235,9 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
     """Returns the program of a recipe: the one that it names, or `override`, whose path is relative to the working directory."""
     values, origins = read(recipe)
     if "recipe" in values:
-        raise UserError(f"{origins.get('recipe', recipe)}: {old_key_of_the_program(values['recipe'])}")
+        old = show_value(values["recipe"])
+        remedy = REMOVED["recipe"].format(value=old)
+        raise UserError(f"{origins.get('recipe', recipe)}: recipe = {old}: unknown key; {remedy}")
     name = values.get("program", "pretrain") if override is None else override
     origin = origins.get("program", str(recipe)) if override is None else "command line"
     if not isinstance(name, str):

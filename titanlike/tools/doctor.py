@@ -1,7 +1,6 @@
 """Checks of this machine and its packages for training. Each check returns what it found and, if something is wrong, a remedy."""
 
 import importlib
-import math
 import platform
 import re
 import resource
@@ -24,8 +23,9 @@ MIN_PYTHON = (3, 10)
 MIN_DISK_GIB = 20
 MIN_SHARED_GIB = 1
 MIN_OPEN_FILES = 8192
-# Required packages without which a run only records less.
-FOR_METRICS = {"nvidia-ml-py": "metrics of GPUs", "psutil": "metrics of hosts"}
+# Reasons for lower clocks that are faults, as nvidia-smi names them. Others are normal: an idle GPU, its power cap, clocks that an
+# administrator has set.
+THROTTLE_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown", "hw_slowdown")
 EXTRAS = {
     "data": ("aiohttp", "huggingface_hub", "pyarrow", "tokenizers", "zstandard"),
     "s3": ("s3fs",),
@@ -75,9 +75,7 @@ def packages() -> Iterable[Finding]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            use = f": runs have no {FOR_METRICS[name]}" if name in FOR_METRICS else ""
-            remedy = f'pip install "{requirement}"'
-            findings.append(Finding("missing", name, f"not installed{use}", remedy, optional=bool(use)))
+            findings.append(Finding("missing", name, "not installed", f'pip install "{requirement}"'))
             continue
         if not _is_within(found[name], versions):
             text = f"{found[name]} is not a supported version"
@@ -231,7 +229,7 @@ def gpus() -> Iterable[Finding]:
         ),
         *_flash_attention(),
         *_nccl(),
-        *_nvml(),
+        *_throttling(),
         *_peer_access(number),
     ]
 
@@ -268,26 +266,19 @@ def _nccl() -> list[Finding]:
     return [Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))]
 
 
-def _nvml() -> list[Finding]:
-    """Whether runs can record utilization, temperature and throttling of the GPUs, and which of them is throttled now."""
-    import torch
-
-    from titanlike.metrics.gpu import nvml_problem, throttle_reasons
-    from titanlike.metrics.machine import BITS, open_gpu
-
-    if problem := nvml_problem():
-        remedy = "pip install nvidia-ml-py" if "package" in problem else "mount libnvidia-ml.so.1 of the driver"
-        return [Finding("warning", "nvml", f"{problem}: runs have no {FOR_METRICS['nvidia-ml-py']}", remedy)]
+def _throttling() -> list[Finding]:
+    """Which GPUs are throttled by a fault now. Without an answer of nvidia-smi, nothing is known."""
+    query = ",".join(["index", *(f"clocks_event_reasons.{reason}" for reason in THROTTLE_REASONS)])
+    rows = [
+        line.split(", ") for line in output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").splitlines()
+    ]
     findings = []
-    for number in range(torch.cuda.device_count()):
-        if (gpu := open_gpu(torch.device("cuda", number))) is None:
-            continue
-        bits, index = gpu.read()[BITS], gpu.index
-        gpu.close()
-        if reasons := throttle_reasons(0 if math.isnan(bits) else int(bits)):
-            remedy = "check cooling and power supply"
-            findings.append(Finding("warning", "nvml", f"GPU {index} is throttled: {', '.join(reasons)}", remedy))
-    return findings or [Finding("ok", "nvml", "no GPU is throttled")]
+    for index, *states in rows:
+        reasons = [name for name, state in zip(THROTTLE_REASONS, states, strict=False) if state.strip() == "Active"]
+        if reasons:
+            text = f"GPU {index} is throttled: {', '.join(reasons)}"
+            findings.append(Finding("warning", "throttling", text, "check cooling and power supply"))
+    return findings or [Finding("ok", "throttling", "no GPU is throttled")] * bool(rows)
 
 
 def _peer_access(number: int) -> list[Finding]:

@@ -53,14 +53,10 @@ CUptiResult cuptiActivityGetNextRecord(uint8_t *buffer, size_t size, CUpti_Activ
 CUptiResult cuptiGetVersion(uint32_t *version) { *version = CUPTI_API_VERSION; return CUPTI_SUCCESS; }
 CUptiResult cuptiGetResultString(CUptiResult result, const char **text) { *text = "none"; return CUPTI_SUCCESS; }
 
-// NVML, which PyTorch asks for the number of devices and for the fabric between them, and titanlike what they do: they are idle. Its
-// header does not come with PyTorch.
+// NVML, which PyTorch asks for the number of devices and for the fabric between them. Its header does not come with PyTorch.
 enum { NVML_SUCCESS, NVML_NOT_SUPPORTED = 3 };
 int nvmlInit(void) { return NVML_SUCCESS; }
 int nvmlInit_v2(void) { return NVML_SUCCESS; }
-int nvmlInitWithFlags(unsigned flags) { return NVML_SUCCESS; }
-int nvmlShutdown(void) { return NVML_SUCCESS; }
-const char *nvmlErrorString(int error) { return "not supported by the null device"; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = CUDA_VERSION; return NVML_SUCCESS; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = description()->devices; return NVML_SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(uintptr_t)(index + 1); return NVML_SUCCESS; }
@@ -76,11 +72,4 @@ int nvmlDeviceGetGpuFabricInfoV(void *device, char *information) {
 }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type) { return NVML_NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *information) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = (uintptr_t)device - 1; return NVML_SUCCESS; }
-int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { rates[0] = rates[1] = 0; return NVML_SUCCESS; }
-int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *bytes) { bytes[0] = bytes[1] = bytes[2] = 0; return NVML_SUCCESS; }
-int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) { *milliwatts = 70000; return NVML_SUCCESS; }
-int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *degrees) { *degrees = 30; return NVML_SUCCESS; }
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) { *bits = 1; return NVML_SUCCESS; }
-int nvmlDeviceGetFieldValues(void *device, int count, void *values) { return NVML_NOT_SUPPORTED; }
 int nvmlDeviceGetP2PStatus(void *device, void *peer, int index, int *status) { return NVML_NOT_SUPPORTED; }
