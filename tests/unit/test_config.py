@@ -128,7 +128,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[training]\nstepz = 3", "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?"),
-        ('recipe = "dpo"', 'DIR/recipe.toml: recipe = "dpo": unknown key; the program has the key `program` now; write program = "dpo"'),
+        ('recipe = "dpo"', 'recipe = "dpo": unknown key; the program has the key `program` now; write program = "dpo"'),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
         ("[optimizer]\nname = 'adam'", 'optimizer.name = "adam": unknown key; the keys of [optimizer] are lr, beta1,'),
         ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set program = "finetune"'),

@@ -165,8 +165,8 @@ def test_warnings_of_ranks_are_printed_and_their_statistics_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks: Any = SimpleNamespace(
-        gather=lambda wait, others: torch.tensor([[1.0, wait, 2.0, *others]] * 2),
-        summarize=lambda rows: ({"slowest_rank": len(rows)}, "rank 1 is slow"),
+        gather=lambda wait: torch.tensor([[1.0, wait, 2.0]] * 2),
+        summarize=lambda values: ({"slowest_rank": len(values) // 3}, "rank 1 is slow"),
     )
     with build_monitor(tmp_path, section=Metrics(interval=1, trackers=())) as monitor:
         monitor._ranks = ranks
