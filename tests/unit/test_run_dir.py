@@ -5,9 +5,12 @@ from typing import BinaryIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.pool import Ranks, user_error
 from tests.training import tiny
 from titanlike.config import UserError
+from titanlike.run.run import Run
 from titanlike.run.run_dir import RunDirectory, _best_validation
 from titanlike.utils import files
 
@@ -42,3 +45,14 @@ def test_interrupted_open_leaves_complete_files(
 
 def test_a_run_whose_records_were_deleted_is_complete(tmp_path: Path) -> None:
     assert _best_validation(tmp_path / "metrics.jsonl") == f"{tmp_path}/metrics.jsonl was deleted during training"
+
+
+def _error_of_another_recipe(folder: Path) -> str:
+    recipe = tiny(folder, "run", training=dict(steps=3 + dist.get_rank()))
+    return user_error(Run(recipe).__enter__)
+
+
+def test_ranks_whose_recipes_differ_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    message = "the recipes of rank 1 and rank 0 differ in training.steps; give all ranks the same"
+    assert ranks(2).run(_error_of_another_recipe, tmp_path) == [message] * 2
+    assert not (tmp_path / "run").exists()
