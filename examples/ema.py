@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 examples/ema.py
 
 `torch.optim.swa_utils.AveragedModel` copies the model, which FSDP does not support. In a copy of recipes/pretrain.py, build `EMA`
-after `initialize`, pass `average=ema` to `run.restore` and `run.save`, call `ema.reset()` after `run.restore` if `run.step` is 0 and
-`ema.update()` after `run.update`, and give `run.on_validation` a function that validates inside of `with ema.applied():`.
+after `initialize`, pass `average=ema` to `run.restore` and `run.save`, call `ema.reset()` after `run.restore` if `run.step` is 0,
+and `ema.update()` after `run.update`. Give `run.on_validation` a function that validates inside of `with ema.applied():`.
 """
 
 import copy
