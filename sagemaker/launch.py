@@ -246,7 +246,7 @@ def _refuse_unknown(recipe: str, arguments: Sequence[str]) -> None:
     options |= {f"--{name.replace('_', '-')}": option for name, option in SDK_NAMES.items()}
     for argument in arguments:
         name = argument.partition("=")[0]
-        if argument.startswith("--") and "." not in name and name != "--program":
+        if argument.startswith("--") and "." not in name and name not in ("--recipe", "--program"):
             match = nearest(name, list(options))
             raise UserError(
                 f"{shown(name)}: unknown option; " + (f"did you mean {options[match]}?" if match else "see --help")

@@ -116,17 +116,14 @@ def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
     assert f"--measured {tmp_path}/metrics.jsonl: not a run's metrics.jsonl" in dry_run(*arguments).stderr
 
 
-@pytest.mark.parametrize("content", ["[]", '{"processes": "many"}', '{"processes": 0}', "{}", "/dev/zero"])
+@pytest.mark.parametrize("content", ["[]", '{"processes": "many"}', '{"processes": 0}', "{}"])
 @pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl"])
 def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 100.0}\n')
     (tmp_path / "environment.json").write_text('{"processes": 8}')
     assert measured_speed(tmp_path / "metrics.jsonl") == 12.5
     (tmp_path / name).unlink()
-    if content.startswith("/"):
-        (tmp_path / name).symlink_to(content)
-    else:
-        (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content)
     with pytest.raises(
         UserError, match=r"^--measured \S+metrics.jsonl: (not a run's metrics.jsonl|contains no tokens)"
     ):

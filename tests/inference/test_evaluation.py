@@ -22,7 +22,6 @@ from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Training
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.inference import generation
 from titanlike.inference.evaluator import Evaluator
 from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Scorer, encode_pair
@@ -90,7 +89,7 @@ def test_a_sample_is_generated_as_the_section_says(
     is_answer: bool, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generated = Mock(return_value=["c"])
-    monkeypatch.setattr(generation, "generate", generated)
+    monkeypatch.setattr("titanlike.inference.evaluator.generate", generated)
     template: Any = SimpleNamespace(opening=lambda chat: [len(chat), 4], end_of_turn=lambda: 7) if is_answer else None
     sample, tokenizer = Sample(tokens=9, prompt="ab", temperature=0.7), build_tokenizer(TokenizerSection())
     evaluator = Evaluator(Evaluation(), sample, Data(), Training(seq_len=50), CONFIG, tokenizer, 3, template)

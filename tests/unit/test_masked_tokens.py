@@ -188,8 +188,8 @@ recipe: Callable[..., Any] = partial(changed, MlmRecipe())
     ("refused", "message"),
     [
         (changed(PretrainRecipe(), model=BERT), "'bert' is an encoder, which predicts masked tokens; set program = 'mlm'"),
-        (changed(FinetuneRecipe(), model=MODERNBERT), "'modernbert' is an encoder, which predicts masked tokens; set recipe"),
-        (recipe(model=PretrainRecipe().model), "'llama' predicts the next token; use 'bert' or 'modernbert', or recipe = "),
+        (changed(FinetuneRecipe(), model=MODERNBERT), "'modernbert' is an encoder, which predicts masked tokens; set program"),
+        (recipe(model=PretrainRecipe().model), "'llama' predicts the next token; use 'bert' or 'modernbert', or program = "),
         (recipe(sample=dict(tokens=9)), "sample.tokens = 9: an encoder does not generate text; set it to 0"),
         (recipe(evaluation=dict(interval=5, tasks=("a.jsonl",))), "evaluation.interval = 5: an encoder does not predict"),
         (recipe(model=dict(vocab_size=257)), "model.vocab_size = 257 leaves no row for a mask token, which tokenizer.encoding ="),

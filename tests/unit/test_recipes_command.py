@@ -23,7 +23,7 @@ def test_a_copy_is_the_same_recipe_with_a_program_of_its_own(name: str, tmp_path
     assert program_of(copied) == copied.with_suffix(".py")
     assert program_of(copied).read_text() == program_of(shipped).read_text()
     recipe_type = SHIPPED[program_of(shipped)]
-    expected = dataclasses.replace(load(recipe_type, shipped), recipe=copied.stem)
+    expected = dataclasses.replace(load(recipe_type, shipped), program=copied.stem)
     assert load(recipe_type, copied) == expected
     assert copied.read_text().startswith("# ")  # the comment, without the path of the schema
 

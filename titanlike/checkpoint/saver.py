@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.checkpoint import format, optimizer_values, store
+from titanlike.checkpoint import format, loader, optimizer_values, reader, store
 from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import FileDigest, ShardSpec
 from titanlike.checkpoint.optimizer_values import OptimizerValues
+from titanlike.checkpoint.owner import Claim
 from titanlike.checkpoint.staging import Stage, named_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, open_store
 from titanlike.config import UserError
@@ -31,7 +32,6 @@ from titanlike.utils.daemon_thread import start_daemon_thread
 from titanlike.utils.rng import generator_states, restore_generators
 
 if TYPE_CHECKING:
-    from titanlike.checkpoint.owner import Claim
     from titanlike.checkpoint.reader import Entry
 
 T = TypeVar("T")
@@ -63,8 +63,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.store = open_store(location)
         self.section = section
         if owner:
-            from titanlike.checkpoint.owner import Claim
-
             self._claim = Claim(self.store, owner, allow_other="run.dir" in section.allow_changed)
         self._must_stop = False  # no later save can succeed
         self.shutdown_timeout = shutdown_timeout
@@ -90,8 +88,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise UserError(f"checkpoint.resume_from = {step}: no such checkpoint; {self.store} {available}")
         if not steps:
             return None
-        from titanlike.checkpoint import loader
-
         problem = ""
         for candidate in [step] if step else reversed(steps):
             if problem:
@@ -125,8 +121,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> None:
         """Loads the checkpoint that `find` returned, once, into the model, the optimizer and other modules, whatever layout saved
         it. Restores the random generators of each rank if the number of ranks is the same."""
-        from titanlike.checkpoint import loader, reader
-
         if not self._entries or metadata.step != self.step:
             raise UserError(f"step {metadata.step} was not verified; call find() before load()")
         files = {name: self.store.open(metadata.step, name) for name in sorted(self._entries)}

@@ -17,6 +17,7 @@ from torch.distributed import Store
 from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import exit_if_output_failed
+from titanlike.distributed.end_of_job import announce_end
 from titanlike.utils import compat, system
 from titanlike.utils.live_line import print_line
 
@@ -59,8 +60,6 @@ def session(
         barrier()  # a rank that still communicates may fail if a peer has exited
         is_failing = False
         if store and is_main():
-            from titanlike.distributed.end_of_job import announce_end
-
             announce_end(store)
     except UserError as error:
         if not dist.is_initialized() or world_size() == 1:

@@ -17,6 +17,12 @@ from titanlike.data.batches.sources import open_validation
 from titanlike.data.tokens.shards import TEST, VALIDATION, Shards
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import process_group
+from titanlike.inference.generation import generate
+from titanlike.inference.logits import recomputed_logits
+from titanlike.inference.perplexity import perplexity
+from titanlike.inference.sampling import Sampling
+from titanlike.inference.scoring import Scorer, encode_pair
+from titanlike.inference.tasks import read_task
 from titanlike.models.common.config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
@@ -83,9 +89,6 @@ class Evaluator:
         """Returns the metrics of each task and text by name. All ranks call it and get the same.
 
         `on_result` is called as soon as the metrics of one of them are known, `on_batch` after a number of all its batches."""
-        from titanlike.inference.perplexity import perplexity
-        from titanlike.inference.scoring import Scorer
-
         batch_size = self.training.local_batch_size
         scorer = Scorer(
             model,
@@ -124,10 +127,6 @@ class Evaluator:
     def sample_text(self, model: nn.Module, mesh: Mesh) -> str:
         """Returns the prompt of the samples and what the model continues it with, or its answer. All ranks call it and get the same
         text."""
-        from titanlike.inference.generation import generate
-        from titanlike.inference.logits import recomputed_logits
-        from titanlike.inference.sampling import Sampling
-
         sample, prompt, stop_tokens = self.sample, self.tokenizer.opening(self.sample.prompt), frozenset[int]()
         if self.template:
             prompt = self.template.opening([{"role": "user", "content": sample.prompt}])
@@ -149,13 +148,9 @@ class Evaluator:
     def _read_tasks(self) -> "dict[str, Task]":
         if not self.section.tasks:
             return {}
-        from titanlike.inference.tasks import read_task
-
         return {metrics_name(file): read_task(file, self.section.limit) for file in self.section.tasks}
 
     def _score(self, task: "Task", scorer: "Callable[[list[Request]], list[Score]]") -> Metrics:
-        from titanlike.inference.scoring import encode_pair
-
         requests = [
             [encode_pair(self.tokenizer, item.context, text) for text in item.continuations] for item in task.items
         ]

@@ -30,6 +30,7 @@ from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_parameters import hf_parameters, select_part, stored_part, stored_tensors, whole
 from titanlike.interop.mxfp4 import read_stored, with_mxfp4
+from titanlike.interop.tokenizer_files import adds_bos_and_eos
 from titanlike.models.common import lora
 from titanlike.models.common.config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
@@ -336,8 +337,6 @@ def _checkpoint_dir(recipe: Path) -> str:
 
 def _adds_bos(folder: Path) -> bool:
     """Whether the tokenizer in a folder begins every text with a special token."""
-    from titanlike.interop.tokenizer_files import adds_bos_and_eos  # imports tiktoken
-
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     return adds_bos_and_eos(*[read_json(file) if file.exists() else {} for file in files])[0]
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.distributed.collectives import all_reduce_sum, sum_dtype, sum_over_mesh
+from titanlike.models.common.experts import load_of, routers
 
 
 def model_statistics(model: nn.Module, device: torch.device) -> "ModelStatistics | None":
@@ -30,8 +31,6 @@ class ModelStatistics:
         self.device, self.terms, self.num_experts = device, terms, num_experts
         self.routers: list[Any] = []
         if num_experts:
-            from titanlike.models.common.experts import routers
-
             self.routers = list(routers(model))
         mesh: Any = model.mesh if hasattr(model, "parts") else None
         self.pipeline_group: Any = None if mesh is None else mesh.get_group()
@@ -52,8 +51,6 @@ class ModelStatistics:
     def _balance(self) -> dict[str, Tensor]:
         """Returns the load of the most loaded expert, relative to that of a uniform distribution, in the block where it is largest,
         and the entropy of the load, relative to that of a uniform distribution, in the block where it is smallest."""
-        from titanlike.models.common.experts import load_of
-
         extremes = torch.full((2,), -torch.inf, device=self.device, dtype=sum_dtype(self.device))
         load = load_of(self.routers)  # (routers, E)
         if load is not None:

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from titanlike.checkpoint import SaveResult
 from titanlike.config.sections import Metrics
+from titanlike.metrics import health, model_statistics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
@@ -72,8 +73,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._spikes, self._in_spike = SpikeDetector(), False
         self._ranks: RankStatistics | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            from titanlike.metrics import health
-
             self._ranks = health.RankStatistics(self.device)
         self._model: ModelStatistics | None = None
         self._model_is_known = False
@@ -175,8 +174,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Measures what the model has counted in this step, and records norms of gradients, weights and their update for each
         parameter, if that is due. The block updates weights."""
         if not self._model_is_known:
-            from titanlike.metrics import model_statistics
-
             self._model, self._model_is_known = model_statistics.model_statistics(model, self.device), True
         self._of_model = self._model.measure() if self._model and self._is_due(step) else {}
         with self._parameter_statistics(step, model):
@@ -190,8 +187,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         if not interval or step % interval:
             yield
             return
-        from titanlike.metrics import health
-
         with health.parameter_statistics(model) as values:
             yield
         self._flush()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config.sections import Metrics
+from titanlike.metrics import prometheus
+from titanlike.metrics.services import start_tracker
 from titanlike.metrics.trackers import CLOSE_TIMEOUT, BackgroundTracker, RunInfo, Values
 from titanlike.utils.files import atomic_write_text
 
@@ -72,14 +74,10 @@ class Records:
         self._file = JSONLWriter(run.folder / "metrics.jsonl")
         self._trackers: list[BackgroundTracker] = []
         if section.trackers:
-            from titanlike.metrics.services import start_tracker
-
             self._trackers += [start_tracker(name, run) for name in section.trackers]
         self._endpoint: PrometheusEndpoint | None = None
         self._messages: list[str] = []
         if section.prometheus:
-            from titanlike.metrics import prometheus
-
             address, _, port = section.prometheus.rpartition(":")
             try:
                 self._endpoint = prometheus.PrometheusEndpoint(

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.optim.balance import BalanceBias
+from titanlike.optim.combined import CombinedOptimizer
+from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
+from titanlike.optim.muon import Muon, QKClip
+from titanlike.optim.whole_matrices import group_of_shards
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
@@ -37,9 +42,6 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     adamw = _build_adamw(model, section, groups["adamw"], seed)
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if groups["muon"]:
-        from titanlike.optim.muon import Muon, QKClip
-        from titanlike.optim.whole_matrices import group_of_shards
-
         for parameter in model.parameters():
             group_of_shards(getattr(parameter, "device_mesh", None))
         muon = Muon(
@@ -54,13 +56,9 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     modules: list[Any] = list(model.modules())
     balanced = [one for one in modules if getattr(one, "expert_bias", None) is not None and one.weight.requires_grad]
     if balanced:
-        from titanlike.optim.balance import BalanceBias
-
         optimizers.append(BalanceBias(balanced, rate=balanced[0].config.balance_bias_rate))
     if len(optimizers) == 1:
         return adamw
-    from titanlike.optim.combined import CombinedOptimizer
-
     return CombinedOptimizer(optimizers)
 
 
@@ -70,8 +68,6 @@ def _build_adamw(
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
         return AdamW(groups, **options, fused=True)
-    from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
-
     copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline: equal seeds keep them equal
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:

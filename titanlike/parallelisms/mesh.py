@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS, infer_shard
 from titanlike.distributed import process_group
+from titanlike.parallelisms.context import context_position_ids
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,6 @@ class Mesh:
         """Returns the position ids of this rank's tokens of a sequence, in the order in which the rank holds them."""
         if self.context.size() == 1:
             return torch.arange(seq_len)
-        from titanlike.parallelisms.context import context_position_ids
-
         return context_position_ids(seq_len, self.context)
 
 

@@ -16,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from titanlike.config.base import UserError, nearest, refuse_credentials, show_value, shown
 from titanlike.config.effect import drop_overridden
+from titanlike.config.errors import explain
+from titanlike.config.schema import describe
 from titanlike.config.shipped import shipped_recipes
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.families import FAMILIES, config_class
@@ -46,8 +48,6 @@ def load(
     try:
         recipe = TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
-        from titanlike.config.errors import explain
-
         raise UserError(explain(recipe_type, error, origins, path)) from None
     levels = {key: int(origin == str(path)) for key, origin in origins.items()}
     levels |= {key: number for number, key in enumerate(overrides or {}, start=2)}
@@ -246,8 +246,6 @@ def _apply_overrides(
 ) -> None:
     if not overrides:
         return
-    from titanlike.config.schema import describe  # imports all model families
-
     string_keys = {key.name for key in describe(recipe_type) if key.is_string}
     for name, text in overrides.items():
         *tables, leaf = name.split(".")

@@ -26,6 +26,7 @@ from titanlike.models.common.layers import set_loss
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
 from titanlike.recipe.distill import DistillRecipe
+from titanlike.run.likeliest_tokens import add_top_k, of_batch
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.modules import without_owner
 
@@ -55,8 +56,6 @@ def build_objective(
         return Teacher(frozen, reshards=recipe.parallelism.reshard_after_forward != "never").logits
 
     if section.top_k:
-        from titanlike.run.likeliest_tokens import add_top_k, of_batch
-
         add_top_k(recipe, mesh, data, weights, seed, build_teacher)
         gc.collect()  # FSDP's modules refer to each other
         if device.type == "cuda":

@@ -16,8 +16,16 @@ from titanlike.config import UserError, effect
 from titanlike.config.base import LIMIT, divisors, nearest, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.optimizer import Optimizer
+from titanlike.config.schema import describe
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Parallelism
+from titanlike.inference.tasks import read_task
 from titanlike.recipe import PretrainRecipe
+from titanlike.run.option_problems import (
+    group_problems,
+    initial_weights_problems,
+    pipeline_problems,
+    sharded_experts_problem,
+)
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -56,8 +64,6 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
         *_directories(recipe),
     ]
     if recipe.initial_weights:
-        from titanlike.run.option_problems import initial_weights_problems
-
         problems += initial_weights_problems(recipe)
     if problems:
         raise UserError("\n".join(problems))
@@ -209,16 +215,12 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
             f"{optimizer.beta2}: the change of a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
         )
     if optimizer.groups:
-        from titanlike.run.option_problems import group_problems
-
         yield from group_problems(recipe, optimizer)
 
 
 def _checkpoint(recipe: PretrainRecipe) -> Iterator[str]:
     checkpoint, model = recipe.checkpoint, recipe.model
     if checkpoint.allow_changed:
-        from titanlike.config.schema import describe
-
         keys = [key.name for key in describe(type(recipe))]
         for key in checkpoint.allow_changed:
             if key not in keys:
@@ -278,8 +280,6 @@ def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
 
 def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.parallelism.pipeline > 1 and not any(recipe.parallelism.problems()):
-        from titanlike.run.option_problems import pipeline_problems
-
         yield from pipeline_problems(recipe)
 
 
@@ -334,8 +334,6 @@ def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
         yield f"profiling.ranks = {list(profiling.ranks)}: no such rank in a run of {processes}; use ranks below {size}"
     yield from recipe.model.expert_parallel_problems(layout.expert)
     if recipe.model.num_experts and any(group.optimizer == "muon" for group in _adamw_section(recipe).groups):
-        from titanlike.run.option_problems import sharded_experts_problem
-
         yield from sharded_experts_problem(recipe, _adamw_section(recipe), layout)
     if num_ranks % layout.expert:
         near = [n for n in divisors(num_ranks) if n <= layout.expert][-4:]
@@ -490,8 +488,6 @@ def evaluation_files(section: Evaluation) -> Iterator[str]:
     for path in section.data:
         if not _exists(path, tokens=True):
             yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
-    if section.tasks:
-        from titanlike.inference.tasks import read_task
     for file in section.tasks:
         yield from _errors("evaluation.tasks: ", read_task, file)
 

@@ -18,6 +18,7 @@ from titanlike.distributed import environment, process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.inference.evaluator import Evaluator
+from titanlike.interop.weights import load_initial
 from titanlike.metrics import Monitor
 from titanlike.optim import NonFiniteGuard, clip_gradients
 from titanlike.optim.clipping import Norms
@@ -122,8 +123,6 @@ class Run:
             self._checkpoints.load(model, optimizer, saved, **others)
             batches.source.load_position(saved.position)
         elif recipe.checkpoint.initial:
-            from titanlike.interop.weights import load_initial
-
             load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
         self.step = saved.step
         self.directory.open(self.device, resumed_step=saved.step)

@@ -26,6 +26,8 @@ from titanlike.config.sections import Training
 from titanlike.config.shipped import PROGRAMS, train_command
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.sagemaker import sagemaker_job
+from titanlike.interop.export import export
+from titanlike.interop.weights import fingerprints, open_weights
 from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.common.config import TransformerConfig
@@ -160,9 +162,6 @@ class RunDirectory:
         """Writes the weights of the newest checkpoint as a Hugging Face folder, if `checkpoint.export` asks for it."""
         dtype = self.recipe.checkpoint.export
         if dtype != "none":
-            from titanlike.interop.export import export
-            from titanlike.interop.weights import open_weights
-
             process_group.run_on_main(
                 lambda: export(open_weights(checkpoints.newest()), self.exported, dtype=dtype, replace=True)
             )
@@ -277,8 +276,6 @@ def run_metadata(
     """Returns the metadata of a checkpoint of this run at step 0. `data` and `tokenizer` are fingerprints."""
     frozen = {key: path for key, (path, _) in recipe.initial_weights.items() if key in recipe.frozen_weights}
     if frozen:
-        from titanlike.interop.weights import fingerprints
-
         frozen = fingerprints(frozen)
     return CheckpointMetadata(
         step=0,

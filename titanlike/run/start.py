@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from titanlike.config import UserError
 from titanlike.config.base import MAX_PATH, show_value, shown
-from titanlike.config.errors import REMOVED
+from titanlike.config.errors import REMOVED, refuse_unknown_options
+from titanlike.config.help import help_text
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
@@ -110,13 +111,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         ranks = environment.rank_info()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help is not None:
-            from titanlike.config.help import help_text
-
             print(help_text(recipe_type, arguments.help))
             sys.exit(0)
         if arguments.overrides:
-            from titanlike.config.errors import refuse_unknown_options
-
             refuse_unknown_options(recipe_type, arguments.overrides)
         program = Path(sys.argv[0]).resolve()
         if arguments.check_files and not arguments.resolved:
@@ -131,7 +128,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             print(to_toml(recipe), end="")
             sys.exit(0)
         if ranks.is_elastic:
-            from titanlike.run.spares import without_spares
+            from titanlike.run.spares import without_spares  # imports torch
 
             ranks = without_spares(recipe, ranks)
         check_recipe(recipe, arguments.check or ranks.world_size)

@@ -14,6 +14,8 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
+from titanlike.data.batches.batch_record import record_batch
+from titanlike.data.batches.next_tokens import next_tokens
 from titanlike.data.batches.packed_dataset import (
     BatchSource,
     Position,
@@ -127,8 +129,6 @@ class BatchLoader:
         self._check(step, batch.tokens, num_rows)
         arrays = self._arrays(batch)
         if self.record is not None:
-            from titanlike.data.batches.batch_record import record_batch  # only `titanlike verify` records
-
             record_batch(self.record, step, self.data_rank, arrays)
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         if not self.holds_all_positions:
@@ -173,8 +173,6 @@ class BatchLoader:
         if loss_mask is not None:
             arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
         if self.num_next_tokens:
-            from titanlike.data.batches.next_tokens import next_tokens
-
             arrays |= next_tokens(tokens, arrays["labels"], arrays.get("document_ids"), self.num_next_tokens)
         return arrays | dict(batch.others)
 

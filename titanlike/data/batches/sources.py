@@ -7,9 +7,12 @@ from functools import partial
 from titanlike.config import UserError
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
+from titanlike.data.batches.best_fit import BestFitDataset
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, SequenceDataset, ShuffledMixture
+from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import fingerprint_of, hash_of
 from titanlike.data.documents.listing import list_files
+from titanlike.data.tokens.cache import fields_of
 from titanlike.data.tokens.datasets import open_training, open_validation, validation_split
 from titanlike.data.tokens.tokenizer import Tokenizer
 
@@ -38,9 +41,6 @@ def open_sources(
     training: BatchSource
     validation: ShuffledMixture | None = None
     if section.source == "stream":
-        from titanlike.data.batches.stream import Stream  # imports torch
-        from titanlike.data.tokens.cache import fields_of
-
         files = [list_files(path) for path in paths]
         fingerprints = [fingerprint_of(each) for each in files]
         fingerprints += [tokenizer.fingerprint, section.text_field, section.prompt_field]
@@ -81,8 +81,6 @@ def _dataset(section: Data, tokenizer: Tokenizer, seq_len: int) -> Callable[...,
     """Returns what makes sequences of tokens."""
     if section.packing == "concatenate":
         return partial(PackedDataset, seq_len=seq_len)
-    from titanlike.data.batches.best_fit import BestFitDataset  # most runs do without
-
     return partial(BestFitDataset, seq_len=seq_len, separator=tokenizer.separator, separate=section.document_masks)
 
 

@@ -13,6 +13,7 @@ from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.documents.files import is_address
 from titanlike.data.documents.listing import list_files, stdlib_files
 from titanlike.data.tokens.arrays import InMemoryTokens, TokenArray
+from titanlike.data.tokens.cache import tokenized
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, VALIDATION, Shards, read_manifest
 from titanlike.data.tokens.token_files import TokenFiles, find_token_files, is_token_file, open_shards
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
@@ -28,8 +29,6 @@ def open_training(section: Data, path: str, tokenizer: Tokenizer) -> TokenArray:
         return InMemoryTokens(drawn)
     if section.source == "shards":
         return _open_checked(path, tokenizer)
-    from titanlike.data.tokens.cache import tokenized  # only a run of text needs it
-
     files = stdlib_files() if section.source == "python_stdlib" else list_files(path)
     return Shards(str(tokenized(files, section, tokenizer, path)), tokenizer=tokenizer)
 
@@ -39,8 +38,6 @@ def open_validation(section: Data, tokenizer: Tokenizer, *, splits: Sequence[str
     splits that they have, or the training split."""
     path = section.validation_path
     if not has_tokens(section, path):
-        from titanlike.data.tokens.cache import tokenized
-
         return Shards(str(tokenized(list_files(path), section, tokenizer, path)), tokenizer=tokenizer)
     shards = _open_checked(path, tokenizer)
     split = next((split for split in splits if shards.manifest.splits.get(split)), TRAIN)

@@ -14,6 +14,7 @@ from titanlike.models.common.document_mask import Mask
 from titanlike.models.common.layers import DotProductAttention
 from titanlike.models.common.rope import apply_rope
 from titanlike.models.deepseek.config import DeepseekConfig, DeepseekV3Config
+from titanlike.models.deepseek.multi_token import MultiTokenBlock, multi_token_loss
 from titanlike.models.llama.model import Block, FeedForward
 from titanlike.models.moe.model import MixtureBlock, MoeLlama, build_feed_forward
 from titanlike.utils.modules import without_owner
@@ -45,16 +46,12 @@ class Deepseek(MoeLlama):
         losses of further tokens."""
         if labels is None or next_tokens is None or next_labels is None or not torch.is_grad_enabled():
             return super().forward(tokens, position_ids, document_ids, labels, counts)
-        from titanlike.models.deepseek.multi_token import multi_token_loss
-
         return multi_token_loss(self, tokens, labels, next_tokens, next_labels, position_ids, document_ids)
 
     def build_block(self, index: int) -> nn.Module:
         """Returns a block with experts or, among the first, one without."""
         config, attention = self.config, LatentAttention(self.config)
         if index >= config.num_layers:
-            from titanlike.models.deepseek.multi_token import MultiTokenBlock
-
             assert isinstance(config, DeepseekV3Config)
             return MultiTokenBlock(config, attention, build_feed_forward(config))
         if index < config.num_dense_layers:

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 def _job(arguments: argparse.Namespace, overrides: Sequence[str]) -> ClusterJob:
     for override in overrides:
         name = override.partition("=")[0]
-        if override.startswith("-") and "." not in name and name != "--program":
+        if override.startswith("-") and "." not in name and name not in ("--recipe", "--program"):
             raise UserError(f"{shown(name)}: unknown option; see titanlike launch {arguments.target} --help")
     command_line = Arguments([arguments.recipe, *overrides])
     return cluster_job.make_job(

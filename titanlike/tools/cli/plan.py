@@ -381,7 +381,7 @@ def _refuse_unknown(overrides: Sequence[str]) -> None:
     ]
     for argument in overrides:
         name = argument.partition("=")[0]
-        if argument.startswith("-") and "." not in name and name != "--program":
+        if argument.startswith("-") and "." not in name and name not in ("--recipe", "--program"):
             near = nearest(name, options)
             raise UserError(
                 f"{shown(name)}: unknown option; " + (f"did you mean {near}?" if near else "see titanlike plan --help")
