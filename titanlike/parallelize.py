@@ -2,7 +2,7 @@
 
 The order is: float8, LoRA, pipeline split, tensor parallelism, expert parallelism, context parallelism, activation checkpointing,
 compilation, FSDP.
-The model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
+The model is on the meta device throughout; `models.common.init.initialize` allocates the parameters of the result.
 A transform is imported where the recipe asks for it: a run imports no other.
 """
 

@@ -305,6 +305,10 @@ def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
 
 
+class OwnLinear(nn.Linear):
+    """A layer of a user."""
+
+
 @pytest.mark.parametrize(
     ("apply", "message"),
     [
@@ -315,6 +319,10 @@ def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
         (
             lambda m: apply_float8(m, Float8(scaling="tensorwise", layers=("*",))),
             "float8.scaling = 'tensorwise' requires multiples of 16, but 0 is 12 x 16; exclude it with float8.skip",
+        ),
+        (
+            lambda m: apply_float8(nn.Sequential(OwnLinear(16, 16)), Float8(scaling="tensorwise", layers=("*",))),
+            "0 is a OwnLinear, whose forward float8 would replace; exclude it with float8.skip",
         ),
     ],
 )  # fmt: skip

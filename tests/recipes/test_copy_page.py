@@ -17,10 +17,10 @@ from tests.training import mesh_of, result, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.recipe import PretrainRecipe
 
-SECTION, NOISE, LOSS, CONFIG = blocks(ROOT / "docs/copy.md", "python")
+SECTION, NOISE, LOSS, CONFIG, LAYER = blocks(ROOT / "docs/copy.md", "python")
 
 
-def write_program(folder: Path) -> Path:
+def write_program(folder: Path, layer: str = "") -> Path:
     """Writes a copy of the shipped program with the changes of the page."""
     start, norms = (
         "from titanlike.run.start import start\n",
@@ -32,6 +32,7 @@ def write_program(folder: Path) -> Path:
         ("recipe = start(PretrainRecipe)", "recipe = start(NoisyRecipe)"),
         ("def main(recipe: PretrainRecipe)", LOSS + "\n\ndef main(recipe: NoisyRecipe)"),
         ("compile=recipe.compile,\n", "compile=recipe.compile,\n            loss=smoothed_cross_entropy,\n"),
+        (built := "            model = build_model(recipe.model)\n", built + indent(layer, " " * 8)),
         (norms, indent(NOISE, " " * 12) + norms),
     )
     file = folder / "noisy.py"
@@ -80,7 +81,8 @@ def test_the_changed_program_under_two_processes(ranks: Ranks, tmp_path: Path) -
 
 
 def test_the_changed_program_with_parameters_that_have_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
-    file = write_program(tmp_path)
+    """And with another layer, of which gradients flow through."""
+    file = write_program(tmp_path, LAYER)
     losses = []
     for scale in (0.0, 0.05):
         recipe = tiny(

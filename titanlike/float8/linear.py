@@ -43,6 +43,11 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         why = "the scaling is 'none'; set 'tensorwise'" if float8.scaling == "none" else why
         raise UserError(f"float8 converts no layer of {type(model).__name__} ({why})")
     for name in sorted(selected):
+        kind = type(linears[name])
+        if kind not in (nn.Linear, LMHead):
+            raise UserError(
+                f"{name} is a {kind.__name__}, whose forward float8 would replace; exclude it with float8.skip"
+            )
         if isinstance(linears[name].weight, DTensor):
             raise UserError(f"{name} is sharded already; apply float8 before tensor parallelism and FSDP")
         if not float8.emulate and any(size % ALIGNMENT[float8.scaling] for size in sizes[name]):

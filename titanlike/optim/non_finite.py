@@ -50,9 +50,10 @@ class LossScale:
 class NonFiniteGuard:
     """Detects non-finite steps and reports the rank and the parameters at fault.
 
-    `stop` raises an error. On a GPU it checks a step while the next one runs, so that host and device do not wait for each other;
-    call `flush` before a checkpoint. `skip` checks a step before the optimizer update, and skips the update unless that happens
-    too often. With a loss scale that adapts, a step with a finite loss is skipped if its gradients overflow, however often.
+    `stop` raises an error. On a GPU it applies the update and checks the step while the next one runs, so that host and device do
+    not wait for each other; call `flush` before a checkpoint. `skip` checks a step before the optimizer update, and skips the
+    update unless that happens too often. With a loss scale that adapts, a step with a finite loss is skipped if its gradients
+    overflow, however often.
     """
 
     def __init__(

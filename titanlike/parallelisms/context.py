@@ -57,7 +57,7 @@ def apply_context(
 
     Args:
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), keys and values (B, K, T, E) and,
-            optionally, a mask, as `models.layers.DotProductAttention` is. Each rank passes the tokens at `context_position_ids` to
+            optionally, a mask, as `DotProductAttention` is. Each rank passes the tokens at `context_position_ids` to
             the model.
         model: what has the blocks. Its `DocumentMask`s, which make that mask, are replaced by `ContextParallelMask`s, and its
             `balance_loss` sums over a sequence.

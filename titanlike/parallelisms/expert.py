@@ -26,7 +26,7 @@ from titanlike.utils.modules import ParameterOwner, rebuild, without_owner
 
 
 def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Distributes the experts of each `models.experts.MixtureOfExperts` over a mesh, in place. Returns the modules that hold them,
+    """Distributes the experts of each `MixtureOfExperts` over a mesh, in place. Returns the modules that hold them,
     which FSDP has to shard over other ranks than the rest of the model.
 
     Args:

@@ -175,7 +175,7 @@ class Run:
             yield self.step, microbatches
             self._monitor.record_saves(self._checkpoints.poll())
             if self._checkpoints.has_failed:  # perhaps not yet on the other ranks
-                self._shutdown.request(1)
+                self._shutdown.request(1)  # `wait` raises the error after the loop
             if self._stop_signal:
                 self._print(self.directory.shutdown_message(self._stop_signal))
                 break

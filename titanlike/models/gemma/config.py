@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3: the blocks of Llama (`llama.py`) with the options below. Does not import torch."""
+"""Gemma 2 and the text models of Gemma 3: the blocks of Llama with the options below. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""GPT-OSS: the blocks of Llama (`llama.py`) with attention sinks, a sliding window in every second block, and experts with biases
+"""GPT-OSS: the blocks of Llama with attention sinks, a sliding window in every second block, and experts with biases
 and a clamped SwiGLU. Does not import torch."""
 
 import math

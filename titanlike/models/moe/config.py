@@ -1,5 +1,5 @@
-"""Mixtures of experts: Qwen3-MoE and Mixtral, with the options of DeepSeek-V3's layer. Their blocks are those of Llama
-(`llama.py`), with the layer of `experts.py`. Does not import torch."""
+"""Mixtures of experts: Qwen3-MoE and Mixtral, with the options of DeepSeek-V3's layer. Their blocks are Llama's, with the
+layer of `models/common/experts.py`. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -70,7 +70,7 @@ def apply_kv_cache(
         batch_size: number of sequences in each call.
         max_length: number of tokens that the cache holds, including padding.
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), and keys and values (B, K, T, E),
-            as `models.layers.DotProductAttention` is. Its attributes `soft_cap` and `window`, if it has them, are respected. An
+            as `DotProductAttention` is. Its attributes `soft_cap` and `window`, if it has them, are respected. An
             attention module with an attribute `latent_cache`, as `models.deepseek.LatentAttention`, gets a cache of latent vectors.
         document_masks: the modules of the model that make masks, which the cached attention makes by itself.
     """
