@@ -51,9 +51,9 @@ def main(recipe: DpoRecipe) -> None:
             recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed, template
         )
         run.on_evaluation(evaluator, mesh)
-        run.find_checkpoint(data, tokenizer, mesh)
+        run.find_checkpoint(data, tokenizer, mesh)  # or refuses a recipe that would not continue its run
 
-        # The model: built on the meta device, sharded, then allocated; its weights are those of checkpoint.initial.
+        # The model: built on the meta device, sharded and given its loss, then allocated; checkpoint.initial has its weights.
         with torch.device("meta"):
             model = build_model(recipe.model)
         model = parallelize(
@@ -73,7 +73,7 @@ def main(recipe: DpoRecipe) -> None:
             num_pairs = sum_over_data(preferences.num_pairs(microbatches), mesh)
             loss = forward_backward(model, microbatches, num_pairs, mesh, run.loss_scale, objective)
             norms = gradient_norms(model, mesh.pipeline)
-            run.update(optimizer, loss, norms)  # clips and steps; skips or stops where they are not finite
+            run.update(optimizer, loss, norms)  # clips, steps, zeroes gradients; skips or stops if they are not finite
             run.log(loss=loss.mean, grad_norm=norms.total, lr=lr, **loss.metrics)
             run.measure()  # validation, evaluation and samples, where they are due
             if run.is_save_due:  # also when the run stops

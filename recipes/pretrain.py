@@ -47,9 +47,9 @@ def main(recipe: PretrainRecipe) -> None:
         run.on_validation(validate, data.validation, mesh)
         evaluator = Evaluator(recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed)
         run.on_evaluation(evaluator, mesh)
-        run.find_checkpoint(data, tokenizer, mesh)
+        run.find_checkpoint(data, tokenizer, mesh)  # or refuses a recipe that would not continue its run
 
-        # The model: built on the meta device, sharded, then allocated and initialized.
+        # The model: built on the meta device, sharded and given its loss, then allocated and initialized.
         with torch.device("meta"):
             model = build_model(recipe.model)
         model = parallelize(
@@ -66,7 +66,7 @@ def main(recipe: PretrainRecipe) -> None:
             num_tokens = sum_over_data(num_labels(microbatches), mesh)
             loss = forward_backward(model, microbatches, num_tokens, mesh, run.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
-            run.update(optimizer, loss, norms)  # clips and steps; skips or stops where they are not finite
+            run.update(optimizer, loss, norms)  # clips, steps, zeroes gradients; skips or stops if they are not finite
             run.log(loss=loss.mean, grad_norm=norms.total, lr=lr)
             run.measure()  # validation, evaluation and samples, where they are due
             if run.is_save_due:  # also when the run stops

@@ -45,9 +45,9 @@ def main(recipe: Seq2SeqRecipe) -> None:
             device=run.device, open_sources=openers.of(recipe), **mesh.data_shard(training.seq_len),
         )  # fmt: skip
         run.on_validation(validate, data.validation, mesh)
-        run.find_checkpoint(data, tokenizer, mesh)
+        run.find_checkpoint(data, tokenizer, mesh)  # or refuses a recipe that would not continue its run
 
-        # The model: built on the meta device, sharded, then allocated and initialized.
+        # The model: built on the meta device, sharded and given its loss, then allocated and initialized.
         with torch.device("meta"):
             model = build_model(recipe.model)
         model = parallelize(
@@ -64,7 +64,7 @@ def main(recipe: Seq2SeqRecipe) -> None:
             num_tokens = sum_over_data(num_labels(microbatches), mesh)
             loss = forward_backward(model, microbatches, num_tokens, mesh, run.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
-            run.update(optimizer, loss, norms)  # clips and steps; skips or stops where they are not finite
+            run.update(optimizer, loss, norms)  # clips, steps, zeroes gradients; skips or stops if they are not finite
             run.log(loss=loss.mean, grad_norm=norms.total, lr=lr)
             run.measure()  # validation, where it is due
             if run.is_save_due:  # also when the run stops

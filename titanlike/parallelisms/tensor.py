@@ -82,7 +82,12 @@ class Style:
 
 class TensorParallelModule(ParameterOwner):
     """Owns DTensors. Its module computes with this rank's shards of them, which are read before the block runs, and kept after its
-    forward pass for recomputation in the backward pass."""
+    forward pass for recomputation in the backward pass.
+
+    FSDP shards the DTensors again: it replaces them in the dict of parameters, which owner and module share. What is read before a
+    forward pass are the DTensors that FSDP has gathered. FSDP frees their storage afterwards, and fills the same storage before the
+    backward pass, so that tensors that refer to it stay valid.
+    """
 
     all_gather_input = staticmethod(all_gather)
     reduce_scatter_output = staticmethod(reduce_scatter)
@@ -302,7 +307,8 @@ def apply_tensor(
             f"the tensor-parallel plan of {type(model).__name__} does not name {owner}; "
             f"add it with one of the styles {', '.join(STYLES)}"
         )
-    # Local shards are read before each block runs, outside of compiled code, which then traces plain tensors only.
+    # Local shards are read before each block runs, outside of compiled code, which then traces plain tensors only. FSDP, applied
+    # later, puts its hook that gathers the parameters before this one (`prepend=True`).
     rest = dict.fromkeys(replacements.values())
     for block in find_blocks(model) if blocks is None else list_blocks(blocks):
         block = replacements.get(block, block)
