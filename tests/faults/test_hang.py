@@ -82,7 +82,7 @@ def test_stopped_process_is_named_and_killed(tmp_path: Path) -> None:
     assert errors.count("error: the run hangs: ") == 1
     assert f"error: rank {live} waits in " in errors
     assert re.search(
-        rf"^error: rank {live} waits in .*(titanlike|recipes)/(\w+/)?\w+\.py:\d+\)", errors, re.MULTILINE
+        rf"^error: rank {live} waits in .*(titanlike|recipes|models)/(\w+/)?\w+\.py:\d+\)", errors, re.MULTILINE
     ), errors
     assert "exited with code" not in errors
     assert "Traceback" not in errors

@@ -85,7 +85,7 @@ def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Traine
     """As a scheduler does after its time limit."""
     job = starter.start(
         tmp_path,
-        Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=5, do="SIGTERM"),
+        Fault("titanlike.distributed.watchdog.Watchdog.step", rank=0, step=4, do="SIGTERM"),  # at the start of step 5
         Fault(WRITING, "inside", rank=1, step=5),
     )
     assert job.wait_for_a_death()[1] == -9
