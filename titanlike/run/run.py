@@ -36,7 +36,7 @@ Validate = Callable[[nn.Module, BatchLoader, int, Mesh], Mapping[str, float]]
 
 class Run:
     """A training run: a context that joins the process group, locks the run's directory, ends the job if it hangs, stops at a
-    signal, records metrics, resumes and saves. It never calls the model, and knows no loss and no transform.
+    signal, records metrics, resumes and saves. It never calls the model, and knows no loss and no transform::
 
         with Run(recipe) as run:
             ...
