@@ -34,10 +34,12 @@ def test_a_loop_that_a_copy_leaves_early_ends_as_a_complete_run_does(tmp_path: P
     program = (ROOT / "recipes/pretrain.py").read_text()
     (tmp_path / "mine.py").write_text(edited(program, (save, f"{save}                break\n")))
     (tmp_path / "mine.toml").write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nprogram = "mine"\n')
-    done = run(tmp_path, "mine.toml", **SMALL | {"run.name": "run", "checkpoint.interval": "2"})
+    options = {"run.name": "run", "checkpoint.interval": "2", "checkpoint.export": "float32"}
+    done = run(tmp_path, "mine.toml", **SMALL | options)
     assert done.returncode == 0 and "done: runs/run\n" in done.stdout, done.stderr
     assert list(losses(tmp_path / "runs/run")) == [1, 2]
     assert (tmp_path / "runs/run/checkpoints/step-00000002/manifest.json").exists()
+    assert (tmp_path / "runs/run/hf/config.json").exists()
 
 
 def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Loss:
     mean: Tensor
     """Over the global batch: the same on all ranks."""
     share: Tensor
-    """The part of the mean that is of this rank's tokens."""
+    """This rank's part of the mean."""
     count: Tensor
     """Number of tokens in the global batch that have a loss, or of pairs."""
     metrics: dict[str, Tensor]

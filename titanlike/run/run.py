@@ -51,7 +51,7 @@ class Run:
                 if run.is_save_due:
                     run.save(model, optimizer)
 
-    In a process that is in a process group already, it uses that group.
+    In a process that is in a process group already, it uses that group and its timeout, and sets no deterministic algorithms.
 
     Attributes:
         device: The device of this rank.
