@@ -50,7 +50,7 @@ def parallelize(
         split: number of blocks of each pipeline stage.
         loss: replaces the cross-entropy in training; see docs/copy.md.
         loss_reduction: `none` makes the model return the cross-entropy of each token for labels, instead of the sum.
-        static_shapes: that of `apply_compile`, for one of two models of different sizes.
+        static_shapes: see `apply_compile`; for one of two models of different sizes.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.

@@ -201,7 +201,7 @@ def test_a_teacher_with_another_tokenizer_or_other_sizes_is_refused(ranks: Ranks
     recipe = distillation_recipe(tmp_path, "run", distillation=dict(teacher=str(tmp_path / "other")))
     with pytest.raises(
         AssertionError,
-        match=r"has the tokenizer '.*tokenizer\.json', which is not that of tokenizer\.encoding = 'bytes': 'Ā' has the id 0, and ",
+        match=r"has the tokenizer '.*tokenizer\.json', which differs from tokenizer\.encoding = 'bytes': 'Ā' has the id 0, and ",
     ):
         ranks(1).run(train_on_rank, recipe)
     teacher = dict(teacher=str(tmp_path / "teacher"))

@@ -90,7 +90,7 @@ def test_a_run_that_still_trains_stops_when_another_one_takes_over(tmp_path: Pat
         model.weight.fill_(7)
     taken_over = (
         rf"{shared} was taken over by the run {tmp_path}/a \(process \d+ on host .*; end one of the two, .* the last valid "
-        "checkpoint is that of step 1"
+        "checkpoint is of step 1"
     )
     with pytest.raises(UserError, match=taken_over):  # at the first failure: the next save would fail, too
         first.save(model, optimizer, metadata(2))  # would replace the other's

@@ -164,7 +164,7 @@ def test_consecutive_failures_are_counted_and_reset_by_a_success(
         assert not checkpoints.has_failed
         with pytest.raises(
             UserError,
-            match=r"^3 consecutive saves failed: rank 0: .*No space left.*; the last valid checkpoint is that of step 4$",
+            match=r"^3 consecutive saves failed: rank 0: .*No space left.*; the last valid checkpoint is of step 4$",
         ):
             checkpoints.save(model, optimizer, metadata(7))
         assert checkpoints.has_failed

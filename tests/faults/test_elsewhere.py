@@ -87,7 +87,7 @@ def test_a_directory_that_disappears_during_training(starter: Starter, undisturb
     assert job.wait() == [2, 2], job.output
     assert (
         f"error: the save failed: rank 0: {tmp_path}/near/run/owner.json does not exist: the directory was moved or deleted during "
-        "training; the last valid checkpoint is that of step 2\n"
+        "training; the last valid checkpoint is of step 2\n"
     ) in job.output
     before = contents(tmp_path / "lost")
     (tmp_path / "lost").rename(tmp_path / "near/run")

@@ -59,7 +59,7 @@ def test_free_space_is_checked_before_writing(starter: Starter, undisturbed: Tra
     where = "runs/run/checkpoints"
     assert re.search(
         rf"error: the save failed: rank 0: {where} has 1,000 bytes free, but a checkpoint takes \d\d\d,\d\d\d; the last valid "
-        r"checkpoint is that of step 2\n",
+        r"checkpoint is of step 2\n",
         job.output,
     )
     assert [path.name for path in sorted((tmp_path / where).iterdir())] == ["latest", "step-00000002"]

@@ -117,7 +117,7 @@ def test_a_store_that_is_lost_during_a_save(
     finally:
         bucket.proxy.closed = False
     assert "error: the save failed: " in job.output
-    assert "the last valid checkpoint is that of step 2\n" in job.output
+    assert "the last valid checkpoint is of step 2\n" in job.output
     assert "resumed at step 2\n" in resume(starter, tmp_path, **options).output
     bucket.download("remote/run", tmp_path / "copy")
     assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "copy")

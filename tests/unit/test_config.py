@@ -238,7 +238,7 @@ def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_recipe_of_another_program_is_referred_to_the_page_with_its_keys(tmp_path: Path) -> None:
     other = '[job]\n[lr_scheduler]\n[quantize]\n[training]\ndataset = "c4"\n'
-    assert "docs/coming_from.md has those of torchtitan" in error_message(tmp_path, other)
+    assert "docs/coming_from.md has the keys of torchtitan" in error_message(tmp_path, other)
     # A recipe with one such key is a recipe with a mistake.
     message = error_message(tmp_path, "[checkpoint]\nenable = true\n")
     assert "did you mean checkpoint.enabled?" in message and "coming_from" not in message

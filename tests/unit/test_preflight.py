@@ -98,7 +98,7 @@ REFUSED = [
     ("training.attention=flash data.document_masks=true", 1,
      "'flash' does not support the mask of data.document_masks = true; set training.attention = 'auto'"),
     ("data.document_masks=true model.dim=64 model.num_heads=8 model.num_kv_heads=8 run.device=cuda", 1,
-     "requires a head dimension of 16 or more, but that of this model is 8; set training.attention = 'math'"),
+     "requires a head dimension of 16 or more, but this model has 8; set training.attention = 'math'"),
     ("data.document_masks=true activation_checkpoint.mode=selective compile.mode=none", 1,
      "keeps it from being compiled; set compile.mode = 'block', or activation_checkpoint.mode = 'full'"),
     ("training.attention=cudnn parallelism.context=2", 2,

@@ -132,8 +132,8 @@ def load_tensors(
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. The gradients are those of before, and
-    options of parameter groups that the optimizer changes in this step are reset."""
+    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. Restores the gradients, and
+    the options of parameter groups that the optimizer changes in this step."""
     options = [
         {key: list(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

@@ -18,15 +18,14 @@ from titanlike.config import UserError
 from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.json_values import from_json, to_json
 
-NOT_SAVED = {"params", "lr", "initial_lr"}  # the learning rate is that of the recipe and the step
+NOT_SAVED = {"params", "lr", "initial_lr"}  # the learning rate follows from the recipe and the step
 
 
 class OptimizerValues:
     """The Python values of one optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_new: bool) -> None:
-        """Records the options of the parameter groups. Those of an optimizer that is not new are taken to have been its
-        defaults."""
+        """Records the options of the parameter groups; an optimizer that is not new is compared with its defaults instead."""
         copies: dict[str, str] = getattr(model, "copies", {})
         model.state_dict()  # FSDP reshards in this call
         self.optimizer = optimizer

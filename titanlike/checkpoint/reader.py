@@ -139,7 +139,7 @@ class Reader:
 
 def _copy_overlap(file: File, name: str, entry: Entry, target: Tensor, shard_range: ShardRange) -> int:
     """Copies the overlap of a stored shard and `shard_range`. Returns the number of elements copied."""
-    # An earlier version may have stored another precision, such as that of the balancing bias of experts.
+    # An earlier version may have stored another precision, such as for the balancing bias of experts.
     converts = entry.dtype.is_floating_point and target.dtype.is_floating_point
     if entry.global_shape != shard_range.global_shape or (entry.dtype != target.dtype and not converts):
         raise UserError(

@@ -53,7 +53,7 @@ class RemoteFile:
 
 
 class RemoteStore:
-    """Checkpoints on a file system that fsspec supports, such as s3://bucket/runs. The methods are those of `LocalStore`."""
+    """Checkpoints on a file system that fsspec supports, such as s3://bucket/runs. It has the methods of `LocalStore`."""
 
     num_readers = 16  # each range is a request, which takes some 50 ms however small it is
 

@@ -208,7 +208,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self._save:
             self._collect()
         if self.has_failed or (last and self._failures):
-            kept = f"the last valid checkpoint is that of step {self.step}" if self.step else "there is no checkpoint"
+            kept = f"the last valid checkpoint is of step {self.step}" if self.step else "there is no checkpoint"
             failed = f"{self._failures} consecutive saves failed" if self._failures > 1 else "the save failed"
             raise UserError(f"{failed}: {self._error}; {kept}")
 

@@ -131,9 +131,9 @@ class OnlyWith:
 
     Args:
         keys: what the condition depends on: keys of the same section or, with a dot, of another one.
-        holds: whether the field has an effect, given their values. That of a key of a section that the program lacks is None.
+        holds: whether the field has an effect, given their values. A key of a section that the program lacks has the value None.
         remedy: what to do for it to have one, with the full names of the keys in place of {0}, {1}, ...
-        values: those of the first key with which it has one, if there is no `remedy`.
+        values: values of the first key with which the field has an effect, if there is no `remedy`.
     """
 
     keys: tuple[str, ...]

@@ -46,8 +46,8 @@ def drop_overridden(recipe: T, levels: Mapping[str, int]) -> tuple[T, list[str]]
     """Returns a recipe without the keys that have no effect because of a later setting, and a sentence for all with one cause.
 
     Args:
-        levels: 0 for the keys that a recipe sets which the file extends, 1 for those of the file, more for those of the command
-            line, in its order.
+        levels: 0 for keys of a recipe that the file extends, 1 for keys of the file, more for keys of the command line, in its
+            order.
     """
     dropped: list[Idle] = []
     given, levels = levels, dict(levels)

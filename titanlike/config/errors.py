@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from titanlike.config.base import LIMIT, UserError, nearest, show_value, shown
 from titanlike.config.schema import describe
 
-MANY_UNKNOWN = 4  # keys, which are not typos but those of another program
+MANY_UNKNOWN = 4  # keys: they are not typos, the recipe is for another program
 # Keys that `recipe.toml` of earlier runs has, and what to do.
 REMOVED = {
     "metrics.machine_interval": "remove it; exporters measure GPUs and hosts (docs/monitoring.md)",
@@ -24,7 +24,7 @@ def explain(recipe_type: type, error: ValidationError, origins: Mapping[str, str
     lines = [_format_error(recipe_type, dict(detail), origins, path) for detail in error.errors()]
     if sum("unknown key" in line for line in lines) >= MANY_UNKNOWN:
         lines.append(
-            f"{path} has many unknown keys; docs/coming_from.md has those of torchtitan, Megatron-LM and HF Trainer"
+            f"{path} has many unknown keys; docs/coming_from.md has the keys of torchtitan, Megatron-LM and HF Trainer"
         )
     return "\n".join(dict.fromkeys(lines))
 

@@ -22,7 +22,7 @@ usage: {command} [RECIPE] [--section.key=value ...]
 RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `--recipe RECIPE.toml` names
 one too, `--program NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
 MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command line
-override those of the recipe, which override those of a recipe that it extends."""
+override the recipe, which overrides a recipe that it extends."""
 
 
 def help_text(recipe_type: type, topic: str) -> str:

@@ -141,7 +141,7 @@ def infer_shard(dimensions: Mapping[str, int], world_size: int) -> int:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The number of sequences of each step: those of `ramp`, pairs of a number of steps and a size, and then `final`."""
+    """The number of sequences of each step: first `ramp`, pairs of a number of steps and a size, then `final`."""
 
     final: int
     ramp: Ramp = ()

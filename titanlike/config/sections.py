@@ -572,7 +572,7 @@ class Evaluation:
 
 
 def metrics_name(path: str) -> str:
-    """Returns the name of a task or text of an evaluation in its metrics: that of its file."""
+    """Returns the name of a task or text of an evaluation in metrics: its file name without the suffix."""
     return Path(path).name.partition(".")[0]
 
 

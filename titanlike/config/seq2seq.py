@@ -49,7 +49,7 @@ class Seq2Seq:
     """Text before the input of each pair, such as `summarize: `. Default: none."""
 
     def spans(self, seq_len: int) -> Spans:
-        """Returns the lengths for inputs of `seq_len` tokens: those of the longest text that such an input holds."""
+        """Returns the lengths of the longest text whose input has at most `seq_len` tokens."""
         lengths = range(2, MAX_TEXT)
         number = bisect_right(lengths, seq_len, key=lambda raw_len: self._spans_of(raw_len).input_len)
         return self._spans_of(lengths[max(number - 1, 0)])

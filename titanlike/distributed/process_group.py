@@ -172,7 +172,7 @@ def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dis
     the collectives of a new group.
 
     All meshes of a process share their groups: DTensor caches results by the ranks of a mesh, so that a second mesh with groups of
-    its own would get those of the first for some tensors, on some ranks.
+    its own would get the first mesh's groups for some tensors, on some ranks.
     """
     if len(partition) == 1:
         return cast(dist.ProcessGroup, dist.group.WORLD)

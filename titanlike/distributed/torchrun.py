@@ -96,8 +96,8 @@ def _describe_rendezvous(error: RendezvousError, config: LaunchConfig) -> str:
 def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElasticAgent]:
     """Returns torchrun's agent, with a time limit for the shutdown and without useless restarts.
 
-    If the job is elastic, ranks that were stopped by a signal, but not by one to this launcher, are those of a node that leaves or
-    joins: the others go on without it, or with it.
+    If the job is elastic, a signal that stops ranks, but not this launcher, means that a node leaves or joins: the others continue
+    without it, or with it.
     """
 
     class Agent(LocalElasticAgent):

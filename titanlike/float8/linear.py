@@ -84,7 +84,7 @@ def check_hardware(device_type: str, float8: Float8) -> None:
 
 
 class Float8Matmul:
-    """The matmul of a linear layer. Tensorwise scales are those of the full, unsharded tensor, so every layout rounds alike."""
+    """The matmul of a linear layer. Tensorwise scales are computed over the full, unsharded tensor: every layout rounds alike."""
 
     def __init__(self, config: Float8LinearConfig, mm_config: Any) -> None:
         self.config, self.mm_config = config, mm_config
@@ -157,7 +157,7 @@ def to_float8(
     amax: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Casts a tensor to float8 with `scale`, with the scale that follows from `amax`, or with that of its shards over `groups`.
+    """Casts a tensor to float8 with `scale`, with the scale that follows from `amax`, or with the scale of shards over `groups`.
     Returns float8 tensors unchanged."""
     if isinstance(x, Float8TrainingTensor):
         return x

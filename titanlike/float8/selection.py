@@ -1,6 +1,6 @@
 """Selection and checks of the linear layers that are converted to float8, from their names and sizes. Does not import torch.
 
-Sizes are those of the full, unsharded matrix, so that every layout converts the same layers.
+Sizes are of the full, unsharded matrix, so that every layout converts the same layers.
 """
 
 import difflib
@@ -34,7 +34,7 @@ def float8_names(float8: Float8, model: TransformerConfig) -> frozenset[str]:
 
 @cache
 def float8_layers(float8: Float8, model: TransformerConfig, index: int) -> frozenset[str]:
-    """Returns the names, within a block, of those of this block; -1 is the last one."""
+    """Returns the names of the float8 layers of a block, within the block; -1 is the last one."""
     prefix = f"layers.{index if index >= 0 else model.num_layers + index}."
     return frozenset(name.removeprefix(prefix) for name in float8_names(float8, model) if name.startswith(prefix))
 

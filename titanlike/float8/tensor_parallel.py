@@ -1,7 +1,7 @@
 """Float8 with tensor and context parallelism: shards share one scale, and all-gathers before float8 matmuls send float8.
 
-The largest absolute values of all sharded weights are reduced together, after each optimizer step; those of activations when they
-are cast. The all-gather before a float8 matmul, in the forward or backward pass, sends one byte per element instead of two for
+The largest absolute values of all sharded weights are reduced together, after each optimizer step; activations are reduced when
+they are cast. The all-gather before a float8 matmul, in the forward or backward pass, sends one byte per element instead of two for
 bfloat16. Reductions stay in high precision.
 """
 
@@ -73,7 +73,7 @@ def _is_float8(weight: Any) -> bool:
 
 
 def _feeds_float8(module: nn.Module) -> bool:
-    """Whether only float8 matmuls read the module's gathered input: its own, or those of its colwise children."""
+    """Whether only float8 matmuls read the module's gathered input: its own, or its colwise children's."""
     linears: list[Any] = [child for child in module.children() if isinstance(without_owner(child), nn.Linear)]
     colwise = [linear for linear in linears if not linear.style.reduce_output]
     return all(_is_tensorwise(linear) for linear in colwise or [module])

@@ -16,7 +16,7 @@ from titanlike.utils.dtensor import local_tensor, shard_groups
 
 @cache
 def optimizer_steps() -> Counter[str]:
-    """Returns a counter of the optimizer steps in this process. A global hook counts those of every optimizer."""
+    """Returns a counter of the optimizer steps in this process. A global hook counts the steps of every optimizer."""
     counter: Counter[str] = Counter()
     register_optimizer_step_post_hook(lambda *_: counter.update(["steps"]))
     return counter

@@ -57,9 +57,9 @@ class Evaluator:
         Args:
             data: names the fields of records, and whether documents are masked from each other.
             training: has the length of the sequences into which text is cut, and the number of them in a forward pass of a rank.
-            config: that of the model. The items of tasks are cut on the left to its context length.
-            seed: that of the samples.
-            template: that of the conversations. A sample is then the answer to its prompt.
+            config: config of the model. The items of tasks are cut on the left to its context length.
+            seed: seed of the samples.
+            template: chat template of the conversations. A sample is then the answer to its prompt.
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
         self.config, self.tokenizer, self.seed, self.template = config, tokenizer, seed, template

@@ -48,7 +48,7 @@ def perplexity(
         document_masks: masks attention between documents; the first token of a document is then not predicted.
         limit: number of sequences to read. 0: all.
         name: of the text, for errors.
-        on_batch: called with the number of batches that this rank has read, and that of all its batches.
+        on_batch: called with the number of batches that this rank has read, and the number of all its batches.
     """
     total, count = torch.zeros(2, device=device, dtype=collectives.sum_dtype(device))
     batches = _Batches(tokens, mesh, seq_len, batch_size, tokenizer.separator if document_masks else None, limit)

@@ -20,7 +20,7 @@ Score = tuple[float, bool]  # log-likelihood of the continuation, and whether ea
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
-    """Encodes a context and its continuation as one text, so that the tokens are those of the text.
+    """Encodes a context and its continuation as one text, so that the tokens are the same as in the whole text.
 
     Spaces at the end of the context become part of the continuation. An empty context is the token that begins a document.
     """
@@ -41,7 +41,7 @@ class Scorer:
     """Scores continuations with a model. The data-parallel ranks share the requests."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, device: torch.device, max_length: int, batch_size: int) -> None:
-        """Contexts are cut on the left to `max_length` tokens with the continuation; `batch_size` is that of each rank."""
+        """Contexts are cut on the left to `max_length` tokens with the continuation; `batch_size` is per rank."""
         self.model, self.mesh, self.device = model, mesh, device
         self.max_length, self.batch_size = max_length, batch_size
 
@@ -50,7 +50,7 @@ class Scorer:
     ) -> list[Score]:
         """Returns the score of each request. All ranks call it with the same requests and get the same scores.
 
-        `on_batch` is called with the number of batches that this rank has scored, and that of all its batches."""
+        `on_batch` is called with the number of batches that this rank has scored, and the number of all its batches."""
         # Sequences of similar length are batched together.
         order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
         scores = torch.zeros(len(requests), 2, dtype=torch.float64)

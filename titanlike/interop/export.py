@@ -78,7 +78,7 @@ def export(
     """Writes a folder that transformers loads. It appears whole or not at all. Returns the size of the weights in bytes.
 
     Args:
-        dtype: precision of the weights, such as "bfloat16". Default: that of the checkpoint. The balancing bias of experts is in
+        dtype: precision of the weights, such as "bfloat16". Default: as in the checkpoint. The balancing bias of experts is in
             float32, as in transformers.
         shard_size: maximum number of bytes in a file, unless a tensor is larger.
         replace: whether to replace a folder that exists.
@@ -139,7 +139,7 @@ class _Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the first tensor, which is that of all unless a checkpoint mixes them."""
+        """The precision of the first tensor, and of all others unless a checkpoint mixes precisions."""
         return next(iter(self.specs.values())).dtype
 
     def read(self, stored: str) -> Tensor:

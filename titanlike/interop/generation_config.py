@@ -19,9 +19,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def generation_config(weights: Weights, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the file beside the tokenizer, if there is one, and in
-    `eos_token_id` also the token that separates documents and, with a template, the one that ends a turn. `template` is by default
-    that of a run on conversations."""
+    """Returns the content of `generation_config.json`, from the file beside the tokenizer, if there is one. `eos_token_id` also has
+    the token that separates documents and, with a template, the one that ends a turn. The default `template` is the run's, if it
+    trained on conversations."""
     config, ends = _source(tokenizer)
     end_of_turn = _end_of_turn(template or trained_template(weights, tokenizer))
     added = {tokenizer.separator.token, end_of_turn} - {None, *ends}

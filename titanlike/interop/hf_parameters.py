@@ -62,13 +62,13 @@ def output_dim(spec: ParameterSpec) -> int:
 
 
 def join_parts(spec: ParameterSpec, parts: list[Tensor]) -> Tensor:
-    """Returns the values of a stored tensor, from those of its parts in order. `spec` is that of any of them."""
+    """Returns the values of a stored tensor from its parts in order. `spec` belongs to any of them."""
     values = torch.stack(parts, 2).flatten(1, 2) if output_dim(spec) else torch.cat(parts)
     return values.mT if spec.transposed else values
 
 
 def stored_part(spec: ParameterSpec, shard_range: ShardRange) -> list[slice]:
-    """Returns where the values of a shard of a parameter are in a stored tensor, with those of other parts that are between."""
+    """Returns where the values of a shard of a parameter are in a stored tensor, with the values of other parts in between."""
     start, size, dim = list(shard_range.offset), list(shard_range.shape), output_dim(spec)
     if dim:
         start[dim], size[dim] = start[dim] * spec.num_parts, size[dim] * spec.num_parts
@@ -78,7 +78,7 @@ def stored_part(spec: ParameterSpec, shard_range: ShardRange) -> list[slice]:
 
 
 def select_part(spec: ParameterSpec, values: Tensor) -> Tensor:
-    """Returns the values of a shard of a parameter, from those at its `stored_part`."""
+    """Returns the values of a shard of a parameter, from the values at its `stored_part`."""
     values = values.mT if spec.transposed else values
     return values[:, spec.part :: spec.num_parts] if output_dim(spec) else values
 

@@ -1,4 +1,4 @@
-"""Weights to start from: those of a Hugging Face folder, or of a checkpoint of this library, read shard by shard.
+"""Weights to start from: a Hugging Face folder, or a checkpoint of this library, read shard by shard.
 
 `open_weights` validates a folder without reading the values. `load_weights` fills a model under any layout; each rank reads the
 rows and the experts that it holds.
@@ -72,9 +72,9 @@ class Weights(ABC):
 
 
 def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (0, 1)) -> Weights:
-    """Opens a Hugging Face folder, a run directory (its newest checkpoint, or that of `step`) or a checkpoint.
+    """Opens a Hugging Face folder, a run directory (its newest checkpoint, or the one of `step`) or a checkpoint.
 
-    Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) those of a rank.
+    Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) a rank's share.
     Of an LM head that a Hugging Face folder has besides the embedding that it is tied to, it compares a share of the rows.
     """
     if not path.is_dir():

@@ -181,7 +181,7 @@ def _run(
             add_product(weight_grad, gradient.t(), x[rows])
         if bias_grad is not None:
             bias_grad += gradient.sum(0, dtype=torch.float32)
-        del logits, gradient  # before those of the next chunk are allocated
+        del logits, gradient  # before the next chunk's are allocated
     return found, [x_grad, weight_grad, bias_grad]
 
 

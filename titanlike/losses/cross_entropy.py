@@ -39,7 +39,7 @@ class CrossEntropy:
             in eager mode, but for `reduction="none"`.
         vocab_group: ranks that share the vocabulary.
         backend: `torch.compile` backend for everything but the matmuls; empty: eager.
-        retain_graph: that of `chunked_loss`.
+        retain_graph: see `chunked_loss`.
         z_loss: coefficient of the squared log-sum-exp of each token's logits, which is added where gradients are enabled: without
             them, as in validation, the result is the cross-entropy.
         reduction: `none` returns the cross-entropy of each token (B, T), 0 without a label. It allows neither a z-loss nor a bias.

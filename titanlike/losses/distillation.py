@@ -58,7 +58,7 @@ def distillation_loss(
     no gradient.
 
     Args:
-        options: its `chunk`, `vocab_group` and `backend` are those of the loss.
+        options: only its `chunk`, `vocab_group` and `backend` are used.
     """
     of_tokens = labels.flatten()
     settings: dict[str, Any] = dict(

@@ -43,7 +43,7 @@ def preference_loss(
         logits = beta * margins - (section.simpo_gamma if section.loss == "simpo" else 0.0)
         smoothing = section.label_smoothing
         losses = -F.logsigmoid(logits) * (1.0 - smoothing) - F.logsigmoid(-logits) * smoothing
-    # Those of IPO are of whole answers, as TRL has them.
+    # IPO's rewards are of whole answers, as in TRL.
     rewards = beta * (scores if section.loss == "simpo" else ratios).detach()
     metrics = {
         "rewards/chosen": rewards[..., 0],

@@ -14,7 +14,7 @@ class LossTerms:
     """The sum of each term over the micro-batches of a step, and the number of labels that its mean is over.
 
     Args:
-        names: of all terms of the model, also those of other pipeline stages.
+        names: of all terms of the model, also on other pipeline stages.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """The loss of distillation from the likeliest tokens of a teacher alone.
 
-The KL divergence is that of two distributions of K + 1 events: each of the teacher's K likeliest tokens, and all others together.
-It is not larger than that over the vocabulary, and equal to it if K is the vocabulary.
+The two distributions of the KL divergence have K + 1 events: each of the teacher's K likeliest tokens, and all others together.
+It is not larger than the divergence over the vocabulary, and equal to it if K is the vocabulary.
 
 Shapes: N tokens of a micro-batch or a chunk, V vocabulary, or this rank's shard of it, K likeliest tokens.
 """

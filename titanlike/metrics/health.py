@@ -75,7 +75,7 @@ class RankStatistics:
 
     def gather(self, data_wait: float) -> Tensor:
         """Times the matmul and returns (ranks, 3) values: peak memory in GiB, data wait in seconds and seconds of the matmul. On a
-        GPU the matmul is that of the previous call, so that the host does not wait."""
+        GPU it is the matmul of the previous call, so that the host does not wait."""
         if self._events:
             if self._has_timed and self._events[1].query():
                 self._seconds = self._events[0].elapsed_time(self._events[1]) / 1000

@@ -49,8 +49,8 @@ class ModelStatistics:
         return found | self._balance() if self.num_experts else found
 
     def _balance(self) -> dict[str, Tensor]:
-        """Returns the load of the most loaded expert, relative to that of a uniform distribution, in the block where it is largest,
-        and the entropy of the load, relative to that of a uniform distribution, in the block where it is smallest."""
+        """Returns, relative to a uniform distribution, the load of the most loaded expert in the block where it is largest, and the
+        entropy of the load in the block where it is smallest."""
         extremes = torch.full((2,), -torch.inf, device=self.device, dtype=sum_dtype(self.device))
         load = load_of(self.routers)  # (routers, E)
         if load is not None:

@@ -30,7 +30,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         section: The section of the recipe.
         run: The run directory.
         device: The device of this rank.
-        pause: Returns a context in which a trace starts or is written. Its time is not that of the step.
+        pause: Returns a context in which a trace starts or is written. Its time does not count for the step.
     """
 
     def __init__(

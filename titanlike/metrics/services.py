@@ -130,7 +130,7 @@ class WandbTracker:
             config=dict(run.recipe), settings=settings,
         )  # fmt: skip
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # records of saves come later than those of their steps
+        self._run.define_metric("*", step_metric="step")  # a record of a save comes later than its step's
         self.location = self._run.url or f'offline; "wandb sync {run.folder}/wandb/offline-run-*" uploads it'
 
     def log(self, step: int, values: Values) -> None:

@@ -61,7 +61,7 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 class _ByName:
-    """Validates a config of the family that its `name` says, and describes those of all families."""
+    """Validates a config of the family that its `name` says, and describes the configs of all families."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(_validate)

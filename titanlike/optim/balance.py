@@ -12,7 +12,7 @@ from titanlike.utils.dtensor import local_tensor
 
 
 class BalanceBias(torch.optim.Optimizer):
-    """Decreases the bias of experts that had more tokens than the average, and increases that of the others.
+    """Decreases the bias of experts that had more tokens than the average, and increases the others'.
 
     The routers count the tokens since the last `zero_grad`, which the step sums over all ranks. It
     does not depend on the learning rate, and there is no state.

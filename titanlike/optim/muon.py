@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are orthogonalized, for the matrices of the blocks.
 
-The update is that of the whole matrix whatever the layout: `whole_matrices` assembles each on one rank. The arithmetic is that of
+The update is computed from the whole matrix under any layout: `whole_matrices` assembles each on one rank. The arithmetic equals
 `torch.optim.Muon`, which takes matrices that are not sharded. A stack of matrices (experts, outputs, inputs) may be sharded along
 its first dimension: each rank orthogonalizes those that it has.
 """
@@ -33,8 +33,8 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay coefficient.
         momentum: Decay rate of the momentum.
         num_steps: Newton-Schulz steps.
-        lr_scaling: How the size of the update depends on the shape of the matrix. "rms": its root mean square is about that of
-            AdamW's update, 0.2, so that both can share a learning rate. "spectral": its spectral norm is sqrt(outputs / inputs),
+        lr_scaling: How the size of the update depends on the shape of the matrix. "rms": its root mean square is about 0.2,
+            as in AdamW, so that both can share a learning rate. "spectral": its spectral norm is sqrt(outputs / inputs),
             at least 1.
         dtype: Of the orthogonalization and of what ranks exchange for it. None: bfloat16 on GPUs, float32 on CPUs.
         qk_clip: Clips attention logits after each step. None: they are not clipped.

@@ -26,7 +26,7 @@ class LossScale:
     GROWTH_INTERVAL = 2000
 
     def __init__(self, dtype: str = "float32", state: Sequence[float] = ()) -> None:
-        """`dtype` is that of the backward pass, `state` that of a checkpoint."""
+        """`dtype` is of the backward pass; `state` comes from a checkpoint."""
         self.adapts = dtype == "float16"
         self.value, self.num_steps = (1.0, 0)
         if self.adapts:
@@ -114,7 +114,7 @@ class NonFiniteGuard:
                 raise _error(step, cause)
 
     def _check_before_update(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms, count: Tensor) -> bool:
-        # A fault of a single rank must not make its decision differ from that of its replicas: all ranks check the same sum.
+        # A fault of a single rank must not make its decision differ from its replicas': all ranks check the same sum.
         assert dist.group.WORLD is not None
         totals = torch.stack((loss, loss + norms.total.to(loss.device)))
         collectives.all_reduce_sum(totals, [dist.group.WORLD])

@@ -34,7 +34,7 @@ def sizes_of(mesh: DeviceMesh | None) -> dict[str, int]:
 
 
 def group_of_shards(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the group over which parameters with this mesh are sharded, if any. All ranks call this together, also those of a
+    """Returns the group over which parameters with this mesh are sharded, if any. All ranks call this together, also on a
     pipeline stage without a matrix: all ranks take part when NCCL creates a group."""
     sizes = {name: size for name, size in sizes_of(mesh).items() if name in ("shard", "tensor") and size > 1}
     if mesh is None or len(sizes) < 2:
@@ -100,7 +100,7 @@ class WholeMatrices:
         """Returns this rank's shards of `function` of each matrix of the round, which has the same shape as the matrix."""
         if self.num_replicas * self.size == 1:
             return [function(shard) for shard in shards]
-        own = shards[self.replica * self.size :][: self.size]  # those of the matrices of this replica
+        own = shards[self.replica * self.size :][: self.size]  # of the matrices of this replica
         sent = _flat(own, like=shards[0])
         sizes = [shard.numel() for shard in own] + [0] * (self.size - len(own))
         received_sizes = [0 if step.owned is None else _numel(part) for part in step.parts]
@@ -116,7 +116,7 @@ class WholeMatrices:
         return [values.view(shards[index].shape) for index, values in enumerate(self._of_all_replicas(result, shards))]
 
     def _of_all_replicas(self, results: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the results of all replicas, one tensor for each matrix, from those of this replica."""
+        """Gathers the results of all replicas, one tensor for each matrix."""
         sizes = [shard.numel() for shard in shards]
         if self.replicas is None:
             return list(results.split(sizes))

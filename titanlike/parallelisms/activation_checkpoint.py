@@ -36,7 +36,7 @@ def apply_activation_checkpoint(
     Args:
         mode: see `config.sections.ActivationCheckpoint`. `memory_budget` has an effect on compiled blocks only.
         preserve_rng_state: restores the state of the random generators for the recomputation. False is faster, and correct for
-            blocks without random numbers, or with those of `models.common.dropout.Dropout`, which is a function of its inputs.
+            blocks without random numbers, or whose only ones are `models.common.dropout.Dropout`'s, a function of its inputs.
     """
     check_choice("mode", mode, ("none", "selective", "full", "memory_budget"))
     if mode == "memory_budget":

@@ -20,7 +20,7 @@ def apply_activation_offload(blocks: Blocks) -> None:
     that parameter names do not change. Apply it after activation checkpointing and the compiler, and before FSDP.
 
     The copies have streams of their own. The activations of a block are copied to the host while the next block computes, and back
-    while the next block computes its gradients: those of two blocks are on the GPU at a time.
+    while the next block computes its gradients: two blocks have activations on the GPU at a time.
     """
     order = _Order()
     layers = list_blocks(blocks)
@@ -144,14 +144,14 @@ class _Pass:
                 host.fetched.copy_(host.copy)
 
     def unpack(self, packed: Tensor | _Host) -> Tensor:
-        """Returns a tensor to the backward pass, and starts to copy those of the block before."""
+        """Returns a tensor to the backward pass, and starts to copy the tensors of the block before."""
         self.fetch()
         if self._previous is not None:
             self._previous.fetch()
         if not isinstance(packed, _Host):
             return packed
         fetched = packed.fetched
-        if fetched is None:  # a second backward pass, such as that of the weights alone
+        if fetched is None:  # a second backward pass, such as for the weights alone
             return packed.copy.to(packed.device)
         if self._fetched is not None:
             torch.cuda.current_stream(packed.device).wait_event(self._fetched)

@@ -19,8 +19,8 @@ def apply_compile(
 
     Args:
         fullgraph: whether a graph break raises an error. Otherwise, what the compiler does not support runs as it is.
-        static_shapes: compiles again for other shapes. Otherwise, code that is called with a second shape is compiled for any, and
-            that of a second model of other sizes, too, which is slower, and which attention does not support.
+        static_shapes: compiles again for other shapes. Otherwise, code that is called with a second shape, or by a second model
+            of other sizes, is compiled for any shape, which is slower, and which attention does not support.
     """
     if static_shapes:
         allow_recompilations(STATIC_RECOMPILE_LIMIT)

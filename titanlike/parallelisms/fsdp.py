@@ -44,7 +44,7 @@ def apply_fsdp(
             weights. Default: the blocks (`find_blocks`) that share no parameter with other modules.
         gradient_reduction: over all ranks of `mesh`. `mean`, as DDP does, for a loss that is the mean over the local batch. `sum`
             for a loss that is already divided by the size of the global batch.
-        compute_dtype: of the forward and backward pass. Default: that of the parameters.
+        compute_dtype: of the forward and backward pass. Default: the parameters' dtype.
         reduce_dtype: of the gradient reduction.
         cast_forward_inputs: casts floating-point inputs of each unit to `compute_dtype`.
         reshard_after_forward: whether a unit frees its gathered parameters after its forward pass. `auto`: yes, except for the last
@@ -141,7 +141,7 @@ def _prefetch(units: Sequence[Sequence[Any]]) -> None:
     backward pass. The units are in the order of the forward pass, each followed by the units inside of it. Both passes enter a unit
     before those inside of it.
 
-    FSDP's default order is that of the last forward pass, which is not that of the backward pass if forward and backward passes of
+    FSDP's default is the order of the last forward pass, which the backward pass does not follow if forward and backward passes of
     several micro-batches alternate. Its default in the forward pass starts an all-gather only after the previous unit's kernels
     have been launched, which comes late if the host is not far ahead of the GPU.
     """

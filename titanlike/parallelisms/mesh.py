@@ -70,7 +70,7 @@ def build_mesh(
     tensor: int = 1,
     expert: int = 1,
 ) -> Mesh:
-    """Builds the mesh over all ranks. The product of the sizes, without that of `expert`, must be the world size; -1 for `shard`
+    """Builds the mesh over all ranks. The product of the sizes, without `expert`, must be the world size; -1 for `shard`
     infers it. `expert` divides `shard` x `context`.
 
     `init_device_mesh` would create a process group for every dimension. A group costs memory, start-up time and, with gloo,

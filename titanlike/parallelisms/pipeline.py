@@ -54,7 +54,7 @@ class Pipeline(nn.Module):
                 `first_stage_modules` and `last_stage_modules`. These are set to None elsewhere, and `forward` skips them. Its
                 first argument is the tokens (B, T) or the activations (B, T, D) of the previous stage; given `labels`, the last
                 stage returns a loss, others ignore them. `models.registry.LanguageModel` is such a model. If it has a
-                `balance_loss`, a stage also returns `counts` in training, and takes those of the previous stage.
+                `balance_loss`, a stage also returns `counts` in training, and takes the previous stage's.
             schedule: one of `config.layout.SCHEDULES`.
             split: number of blocks in each stage.
             dtype: of the activations that stages exchange.

@@ -11,8 +11,8 @@ _local = threading.local()  # the backward pass of a GPU runs in a thread of its
 
 
 def keep_for_recomputation(compute: Callable[[], T]) -> T:
-    """Returns the result of `compute` or, in the recomputation of a function that is checkpointed with `keeping_contexts`, that
-    of the forward pass: a collective and a synchronization with the host are not repeated."""
+    """Returns the result of `compute` or, in the recomputation of a function that is checkpointed with `keeping_contexts`, the
+    result of the forward pass: a collective and a synchronization with the host are not repeated."""
     next_value: Callable[[Callable[[], Any]], Any] | None = getattr(_local, "next_value", None)
     value: T = compute() if next_value is None else next_value(compute)
     return value

@@ -72,7 +72,7 @@ class Style:
     module_class: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module
 
     def placement(self, field: str) -> Placement:
-        """Returns that of a parameter. One of LoRA's matrices is sharded like the weight, and the other is replicated."""
+        """Returns the placement of a parameter. One of LoRA's matrices is sharded like the weight, and the other is replicated."""
         if field in LORA:
             return self.weight if self.weight == Shard(LORA[field]) else REPLICATED
         if field in dict(self.by_field):
@@ -111,7 +111,7 @@ class TensorParallelModule(ParameterOwner):
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
                 local = parameter.to_local(grad_placements=parameter.placements)
-                # The last dimension of the mesh: that of experts may be before it.
+                # The last dimension of the mesh: the experts' may be before it.
                 sums = (self.style.partial_gradient or name in LORA) and parameter.placements[-1].is_replicate()
                 shards[name] = all_reduce_gradient(local, self.group) if sums else local
         return shards
@@ -336,7 +336,7 @@ def _styles_by_module(
 ) -> dict[str, tuple[str, Style]]:
     """Returns the name and the properties of the style of each module that the plan names. Raises `UserError` for what it cannot
     mean."""
-    # Modules that are None, as those of other pipeline stages, count as known.
+    # Modules that are None, as on other pipeline stages, count as known.
     children = (f"{name}.{child}".lstrip(".") for name, module in model.named_modules() for child in module._modules)
     known = ["", *children]
     found: dict[str, tuple[str, Style]] = {}

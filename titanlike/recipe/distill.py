@@ -1,4 +1,4 @@
-"""The recipe of `recipes/distill.py`: that of fine-tuning with a teacher. Does not import torch."""
+"""The recipe of `recipes/distill.py`: fine-tuning with a teacher. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -41,7 +41,7 @@ class DistillRecipe(FinetuneRecipe):
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:
-        """The keys of `initial_weights` whose files a resumed run needs again: those of the teacher."""
+        """The keys of `initial_weights` whose files a resumed run needs again: the teacher's."""
         return ("distillation.teacher",)
 
     def problems(self) -> Iterator[str]:
@@ -67,8 +67,8 @@ class DistillRecipe(FinetuneRecipe):
                 yield f"{name}.num_mtp_layers = {config.num_mtp_layers}: distillation is of the next token only; set it to 0"
         if parallelism.pipeline > 1:
             yield (
-                f"parallelism.pipeline = {parallelism.pipeline}: the teacher's logits of a micro-batch are computed with those of "
-                "the model, and pipeline schedules interleave micro-batches; use parallelism.shard, tensor or context instead"
+                f"parallelism.pipeline = {parallelism.pipeline}: the teacher's logits of a micro-batch are computed with the "
+                "model's, and pipeline schedules interleave micro-batches; use parallelism.shard, tensor or context instead"
             )
         for name, size in teacher.tensor_parallel_sizes().items():
             if size % parallelism.tensor:
@@ -91,7 +91,7 @@ class DistillRecipe(FinetuneRecipe):
             yield f"training.z_loss = {self.training.z_loss} is no part of the loss of distillation; set it to 0"
 
     def summary_lines(self) -> list[str]:
-        """Returns lines about the teacher and the loss, besides those of LoRA."""
+        """Returns lines about LoRA, the teacher and the loss."""
         section = self.distillation
         divergence = "KL(teacher || model)" if section.loss == "forward_kl" else "KL(model || teacher)"
         weights = "random weights" if section.teacher == RANDOM else section.teacher

@@ -1,4 +1,4 @@
-"""The recipe of `recipes/dpo.py`: that of fine-tuning with preference pairs. Does not import torch."""
+"""The recipe of `recipes/dpo.py`: fine-tuning with preference pairs. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -40,7 +40,7 @@ class DpoRecipe(FinetuneRecipe):
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:
-        """The keys of `initial_weights` whose files a resumed run needs again: those of the reference model."""
+        """The keys of `initial_weights` whose files a resumed run needs again: the reference model's."""
         return ("checkpoint.initial",) if self.reference in ("model", "precomputed") else ()
 
     def problems(self) -> Iterator[str]:
@@ -67,7 +67,7 @@ class DpoRecipe(FinetuneRecipe):
             yield f"model.num_mtp_layers = {mtp}: further tokens are no part of a preference loss; set it to 0"
 
     def summary_lines(self) -> list[str]:
-        """Returns a line about the loss and its reference, besides those of LoRA."""
+        """Returns lines about LoRA, the loss and its reference."""
         section, reference = self.preference, self.reference
         initial = self.checkpoint.initial or "the random initial weights"
         described = {

@@ -1,4 +1,4 @@
-"""The recipe of `recipes/finetune.py`: that of pre-training with chats and LoRA. Does not import torch."""
+"""The recipe of `recipes/finetune.py`: the pre-training recipe with chats and LoRA. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar

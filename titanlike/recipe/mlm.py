@@ -1,4 +1,4 @@
-"""The recipe of `recipes/mlm.py`: that of pre-training with masked tokens. Does not import torch."""
+"""The recipe of `recipes/mlm.py`: pre-training with masked tokens. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import ClassVar

@@ -84,7 +84,7 @@ class PretrainRecipe:
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:
-        """The keys of `initial_weights` whose files a resumed run needs again: those of a model that is not trained."""
+        """The keys of `initial_weights` whose files a resumed run needs again, of a model that is not trained."""
         return ()
 
     def problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The recipe of `recipes/seq2seq.py`: that of pre-training with inputs and targets. Does not import torch."""
+"""The recipe of `recipes/seq2seq.py`: pre-training with inputs and targets. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -47,7 +47,7 @@ class Seq2SeqRecipe(PretrainRecipe):
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of the forward and backward pass for each token of the input, with those of the targets."""
+        """FLOPs of the forward and backward pass for each token of the input, including the targets."""
         model = self.model
         if not isinstance(model, T5Config):
             return super().flops_per_token
@@ -96,8 +96,8 @@ class Seq2SeqRecipe(PretrainRecipe):
         if self.tokenizer.encoding == "bytes" and not self.has_pairs and self.model.vocab_size < BYTES + num_spans:
             yield (
                 f"model.vocab_size = {self.model.vocab_size} has no row for each of the sentinels of {num_spans} spans, which "
-                f"tokenizer.encoding = 'bytes' does not have; set it to {-(-(BYTES + num_spans) // 64) * 64} or, if the rows are "
-                "those of checkpoint.initial, reduce training.seq_len"
+                f"tokenizer.encoding = 'bytes' does not have; set it to {-(-(BYTES + num_spans) // 64) * 64} or, if the rows "
+                "come from checkpoint.initial, reduce training.seq_len"
             )
         if self.sample.tokens:
             yield f"sample.tokens = {self.sample.tokens}: use `titanlike generate` to generate from the checkpoints; set it to 0"

@@ -22,7 +22,7 @@ from titanlike.parallelisms.mesh import Mesh
 class Places:
     """Where the documents of a batch are."""
 
-    index: Tensor  # (B, T): the place of each token's document among those of its sequence
+    index: Tensor  # (B, T): the place of each token's document in its sequence
     document_ids: Tensor  # (B, P, 2)
 
 

@@ -40,7 +40,7 @@ FREE_KEYS = {
     "data.chat_template", "data.fields", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
-# Keys that decide what a checkpoint contains, as those of the model do.
+# Keys that decide what a checkpoint contains, as the model's keys do.
 TENSOR_KEYS = {"lora.rank", "lora.layers", "optimizer.state_dtype"}
 # Keys that may change if the batches of the steps taken do not.
 BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}

@@ -90,7 +90,7 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
     other = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     if difference := tokenizer.difference(other):
         raise UserError(
-            f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which is not that of "
+            f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which differs from "
             f"tokenizer.encoding = {tokenizer.section.encoding!r}: {difference}; {remedy}"
         )
 

@@ -25,8 +25,8 @@ from titanlike.config.shipped import REPOSITORY
 
 
 def registered(group: str) -> list[EntryPoint]:
-    """Returns the functions of a group. In a clone that is not installed, such as the source directory of a job, those of its
-    pyproject.toml."""
+    """Returns the functions of a group. In a clone that is not installed, such as the source directory of a job, reads them from
+    its pyproject.toml."""
     found, project = [*entry_points(group=group)], REPOSITORY / "pyproject.toml"
     if not found and project.is_file():
         declared = tomli.loads(project.read_text())["project"]["entry-points"].get(group, {})

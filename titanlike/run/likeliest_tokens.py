@@ -111,7 +111,7 @@ def _compute(
     datasets: list[SequenceDataset],
     folder: Path,
 ) -> None:
-    """Writes the likeliest tokens of all sequences: the first process has those of all ranks."""
+    """Writes the likeliest tokens of all sequences: the first process gathers them from all ranks."""
     section, partial = recipe.distillation, folder.with_name(f"{folder.name}.partial")
     k, positions = section.top_k, mesh.position_ids(training.source.seq_len).to(training.device)
 

@@ -98,7 +98,7 @@ def forward_backward(
     """Computes the gradients of the mean loss over the `count` tokens, or pairs, of the global batch. Returns that loss.
 
     All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count. The
-    backward pass is that of the loss times `loss_scale`; gradients are divided by it.
+    backward pass starts from the loss times `loss_scale`; gradients are divided by it.
     """
     totals: dict[str, Tensor] = {}
     if mesh.pipeline.size() > 1:

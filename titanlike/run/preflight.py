@@ -146,7 +146,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
     if flex and (recipe.run.device == "cuda" or num_gpus() > 0) and model.head_dim < FLEX_MIN_HEAD_DIM:
         yield (
             f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
-            f"more, but that of this model is {model.head_dim}; set training.attention = 'math', or use larger heads"
+            f"more, but this model has {model.head_dim}; set training.attention = 'math', or use larger heads"
         )
     if flex and recipe.activation_checkpoint.mode == "selective" and recipe.compile.mode == "none":
         yield (

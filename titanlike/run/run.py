@@ -263,7 +263,7 @@ class Run:
 
 
 def _recipe_of_all_ranks(recipe: PretrainRecipe) -> PretrainRecipe:
-    """Returns rank 0's recipe, which names the run. Raises `UserError` if that of another rank would train something else."""
+    """Returns rank 0's recipe, which names the run. Raises `UserError` if another rank's would train something else."""
     first = process_group.broadcast_object(recipe)
     own, expected = (recipe_as_json(each) | {"run": None} for each in (recipe, first))
     for rank, keys in enumerate(process_group.all_gather_object([*changed_keys(own, expected)])):

@@ -31,11 +31,11 @@ def build_frozen_model(
     """Returns a model with frozen weights, in the layout of a recipe. Call it under `torch.no_grad()`.
 
     Args:
-        config: that of the model.
+        config: config of the model.
         initial: where its weights are, as `checkpoint.initial`. Empty: random weights.
-        loss_reduction: that of `parallelize`.
-        seed: of random weights. Default: that of the recipe, whose model starts with the same weights.
-        key: that of the recipe which names `initial`, for errors.
+        loss_reduction: see `parallelize`.
+        seed: of random weights. Default: the recipe's, whose model starts with the same weights.
+        key: the recipe's key that names `initial`, for errors.
     """
     model = parallelize_frozen(config, recipe, mesh, loss_reduction=loss_reduction)
     initialize(model, device, recipe.run.seed if seed is None else seed, offload=recipe.parallelism.cpu_offload)

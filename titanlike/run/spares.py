@@ -12,7 +12,7 @@ from titanlike.utils.live_line import LiveLine
 
 
 def without_spares(recipe: PretrainRecipe, ranks: environment.RankInfo) -> environment.RankInfo:
-    """Returns the ranks of an elastic job: those of as many nodes as the recipe can use. Processes of other nodes wait here for the
+    """Returns the ranks of an elastic job, on as many nodes as the recipe can use. Processes of other nodes wait here for the
     end of the job."""
     if recipe.checkpoint.resume_from:
         raise UserError(

@@ -293,7 +293,7 @@ def _missing_traces(recipe: PretrainRecipe, num_processes: int) -> Iterator[str]
 
 
 def _other_tokenizer(recipe: PretrainRecipe) -> Iterator[str]:
-    """Yields a warning if the tokenizer is not that of the Hugging Face folder whose weights the run starts from."""
+    """Yields a warning if the run starts from the weights of a Hugging Face folder with another tokenizer."""
     initial, encoding = recipe.checkpoint.initial, recipe.tokenizer.encoding
     if not Path(initial, "tokenizer.json").is_file() or initial == encoding:
         return

@@ -43,7 +43,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
 class ParameterOwner(nn.Module):
     """Owns the parameters, buffers and children of a module, and calls it with other tensors as its parameters.
 
-    Attributes that it does not have are those of the module.
+    Attributes that it does not have are the module's.
     """
 
     module: nn.Module

@@ -104,7 +104,7 @@ def wait_policy() -> dict[str, str]:
     """Returns variables that make OpenMP's threads sleep while they wait for each other, if other processes use the cores.
 
     Threads wait by spinning, which takes the core that the awaited thread needs: a step can take 100 times as long. On free cores,
-    sleeping takes longer: 1.45 times for a small model. The load average is that of a minute, in which an earlier run may have
+    sleeping takes longer: 1.45 times for a small model. The load average covers a minute, in which an earlier run may have
     ended. Results do not depend on it.
     """
     is_busy = os.getloadavg()[0] > num_cores() / 4

@@ -50,7 +50,7 @@ def build_dataloaders(
         validate: whether to hold out or open validation data.
         dropout: whether batches carry random bits for dropout.
         position_ids: the positions of each sequence that this rank holds; see `context_position_ids`.
-        vocab_size: that of the model; data with other tokens is refused.
+        vocab_size: vocabulary size of the model; data with other tokens is refused.
         num_next_tokens: further tokens that each position of the training data predicts: `model.num_mtp_layers`.
         open_sources: opens the data; replace it to read a dataset of your own.
     """

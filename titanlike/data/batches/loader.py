@@ -100,7 +100,7 @@ class BatchLoader:
         if isinstance(item, BaseException):
             raise item
         built_for, tensors, self._position = item
-        assert built_for == step, f"the next batch is that of step {built_for}, not {step}"
+        assert built_for == step, f"the next batch is for step {built_for}, not {step}"
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
         parts = [
             dict(zip(on_device, part, strict=True))

@@ -60,7 +60,7 @@ class PackedTextPairs:
     """Sequences of pairs: as many in one as fit into its input and into its target. Every `holdout_every`-th pair is held out.
 
     The tokens of pair number 0, 1, ... of a sequence have this number as their document id. Padding of an input has another one.
-    That of a target, which no earlier token attends to, has the number of the last pair, so that it attends to something.
+    Padding of a target, to which no earlier token attends, has the number of the last pair, so that it attends to something.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PackedTextPairs:
                 decoder_documents[row, offsets[1] :] = number
                 offsets = ends
         others = {"decoder_tokens": decoder_tokens, "decoder_document_ids": decoder_documents}
-        # The labels, which are not those of the inputs, take the place of them.
+        # These labels replace the labels that would follow from the inputs.
         return Sequences(tokens, others=others | {"labels": labels, "document_ids": documents})
 
     def _read(self, pair: int, side: int) -> Numbers:

@@ -1,7 +1,7 @@
 """Span corruption: sentinels replace spans of a text, and the target has what they replace.
 
 Which spans depends on the seed and the sequence. As T5 does it, all sequences have the same number of spans and of tokens in them:
-neither inputs nor targets have padding, but that of targets to a multiple of a few tokens. Texts begin with what is not replaced.
+inputs have no padding, and targets only to a multiple of a few tokens. Texts begin with what is not replaced.
 No torch.
 """
 

@@ -193,7 +193,7 @@ def conversation_of(record: Record, reader: RecordReader | None = None) -> Conve
 
 
 def _instruction(record: Record, reader: RecordReader) -> list[Message]:
-    """Returns the messages of a record with a prompt and a completion. Those of a prompt are not trained on."""
+    """Returns the messages of a record with a prompt and a completion. Messages of the prompt are not trained on."""
     prompts, completions = reader.names["prompt"], reader.names["completion"]
     # Fields of one format belong together: some data has the prompt and its completion in another one again.
     for prompt, completion in (*zip(prompts, completions, strict=False), *itertools.product(prompts, completions)):

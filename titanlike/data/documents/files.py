@@ -27,7 +27,7 @@ class File:
 
     @property
     def kind(self) -> str:
-        """Suffix of the name in lower case, without that of a compression."""
+        """Suffix of the name in lower case, without the suffix of a compression."""
         return Path(re.sub(r"\.(gz|zst)$", "", self.path)).suffix.lower()
 
     @property

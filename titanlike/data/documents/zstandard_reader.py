@@ -5,7 +5,7 @@ from typing import Any
 
 
 class ZstandardReader(io.RawIOBase):
-    """Decompresses zstandard frames. The package's own reader takes the end of a truncated file for that of the content."""
+    """Decompresses zstandard frames. The package's own reader takes the end of a truncated file for the end of the content."""
 
     def __init__(self, decompressor: Any, compressed: io.BufferedReader) -> None:
         self._decompressor, self._compressed = decompressor, compressed

@@ -75,12 +75,12 @@ class ChatTemplate:
         return [self.source, self._variables]
 
     def reads(self, name: str) -> bool:
-        """Whether the template has a name, such as that of a field of messages."""
+        """Whether the template has a name, such as a field of messages."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def encode(self, conversation: Conversation) -> list[tuple[TokenIDs, Flags]]:
-        """Returns the tokens of the sequences of a conversation, and which of them are labels: those of the assistant. Each answer
-        is a label in one sequence. Raises `BadRecord` if the template does not render the conversation."""
+        """Returns the tokens of the sequences of a conversation, and which are labels: the assistant's tokens. Each answer is a
+        label in one sequence. Raises `BadRecord` if the template does not render the conversation."""
         sequences = []
         for text in self._render_all(conversation):
             parts = list(self._encode_parts(text))
@@ -153,7 +153,7 @@ class ChatTemplate:
         raise problem
 
     def _render_marked(self, messages: list[Message], tools: Any) -> list[str]:
-        """Renders a conversation with a template that marks the labels, without those of messages with the weight 0."""
+        """Renders a conversation with a template that marks the labels, without labels in messages with the weight 0."""
         text, answers = self._render(messages, tools), [each for each in messages if each["role"] == "assistant"]
         if all(map(is_answer, answers)):
             return [text]
@@ -312,7 +312,7 @@ def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns the template in a file, or, with an empty path, that of the tokenizer, or else the built-in one."""
+    """Returns the template in a file, or, with an empty path, the tokenizer's, or else the built-in one."""
     if path:
         return ChatTemplate(_read(Path(path), "data.chat_template: "), tokenizer, name=path)
     files = files_of(tokenizer.section.encoding)

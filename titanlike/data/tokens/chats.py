@@ -1,4 +1,4 @@
-"""Conversations as tokens, of which those of the assistant are labels. No torch."""
+"""Conversations as tokens; the assistant's tokens are labels. No torch."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Preference pairs as tokens, of which those of the two answers are labels. No torch."""
+"""Preference pairs as tokens; the tokens of the two answers are labels. No torch."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Pairs of an input and a target text as tokens, of which those of the target are labels. No torch."""
+"""Pairs of an input and a target text as tokens; the tokens of the target are labels. No torch."""
 
 from typing import Any
 

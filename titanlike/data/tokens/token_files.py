@@ -78,8 +78,8 @@ def open_shards(path: str, split: str = TRAIN, *, tokenizer: Tokenizer | None = 
 
 
 def find_token_files(path: str) -> Location | None:
-    """Returns the token files that a path names: one, with or without `.bin`, those of a pattern such as `train_*.bin`, or those of
-    a folder. None if there are none, or if the folder has token shards."""
+    """Returns the token files that a path names: one, with or without `.bin`, or all of a pattern such as `train_*.bin` or of a
+    folder. None if there are none, or if the folder has token shards."""
     parent, slash, name = path.rstrip("/").rpartition("/")
     stem = re.sub(r"\.(bin|idx)$", "", name)
     places = [(parent or slash or ".", f"{stem}.bin", True)]
@@ -278,8 +278,8 @@ class TokenFiles(Shards):
         if dtype is None:
             known = " or ".join(f"{magic} and {version}" for magic, version in LLM_C_TYPES)
             raise UserError(
-                f"{where}: the magic number and version of its header are {header[0]} and {header[1]}, but those of llm.c's tokens "
-                f"are {known}; {COPY}"
+                f"{where}: the magic number and version of its header are {header[0]} and {header[1]}, but llm.c's tokens have "
+                f"{known}; {COPY}"
             )
         expected = LLM_C_HEADER + header[2] * np.dtype(dtype).itemsize
         self._check_size_of(where, size, expected, f"its header says {header[2]:,} tokens, which take")

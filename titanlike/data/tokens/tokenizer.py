@@ -172,7 +172,7 @@ class _TiktokenCodec:
     """A tiktoken encoding."""
 
     eos, bos = "<|endoftext|>", ""
-    merges = None  # those of the ranks
+    merges = None  # they follow from the ranks
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding

@@ -1,4 +1,4 @@
-"""The gate of GPT-OSS's experts: a product of two inputs, both of which are bounded, with a steeper sigmoid than that of SiLU.
+"""The gate of GPT-OSS's experts: a product of two inputs, both of which are bounded, with a steeper sigmoid than in SiLU.
 
 Shapes: M rows, F hidden dimension of an expert.
 """

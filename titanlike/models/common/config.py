@@ -34,7 +34,7 @@ class ParameterSpec(NamedTuple):
     """Name of the tensor in Hugging Face's checkpoints, in which the first `*` stands for the index of a block. A parameter is a
     stack of tensors, as the matrices of experts can be, if there is another `*`: the index in its first dimension."""
     part: int = 0
-    """Which of several parameters that are stored as one tensor: in order along the output dimension; those of stacks alternate."""
+    """Which of several parameters that are stored as one tensor: in order along the output dimension; parts of stacks alternate."""
     num_parts: int = 1
     transposed: bool = False
     """Whether the matrix is stored as (inputs, outputs)."""
@@ -71,7 +71,7 @@ class TransformerConfig:
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of inherited fields that differ from those of the base."""
+    """Defaults of inherited fields that differ from the base's."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
     unit_offset_norm: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class TransformerConfig:
     """Parameters that the table of a block has, and this one block has not."""
     num_dense_layers: int = 0
     num_mtp_layers: int = 0
-    """Blocks of multi-token prediction, whose indices follow those of the others."""
+    """Number of blocks of multi-token prediction, which come after the others."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
     hf_ignored: ClassVar[tuple[str, ...]] = ()
@@ -119,7 +119,7 @@ class TransformerConfig:
 
     @property
     def v_head_dim(self) -> int:
-        """The dimension of a head of values, if it differs from that of queries and keys."""
+        """The dimension of a head of values, if it differs from the dimension of queries and keys."""
         return self.head_dim
 
     @property
@@ -170,7 +170,7 @@ class TransformerConfig:
         raise NotImplementedError
 
     def parameters_of(self, index: int) -> dict[str, ParameterSpec]:
-        """Returns the parameters of one block by their names in it. -1 is the last one before those of multi-token prediction."""
+        """Returns the parameters of one block by their names in it. -1 is the last one before multi-token prediction."""
         return self.block_parameters()
 
     def kinds_of_blocks(self) -> list[tuple[int, int]]:
@@ -272,11 +272,11 @@ class TransformerConfig:
         return blocks + self.num_head_parameters() * (1 + self.num_mtp_layers)
 
     def num_head_parameters(self) -> int:
-        """Returns the number of these after the blocks: those of the LM head, and of what transforms its input."""
+        """Returns the number of these after the blocks: in the LM head, and in what transforms its input."""
         return num_elements({name: spec for name, spec in self.last_parameters().items() if len(spec.shape) == 2})
 
     def lm_head_cost(self) -> float:
-        """Returns the cost of the LM head relative to that of one block."""
+        """Returns the cost of the LM head relative to one block."""
         head = self.num_head_parameters()
         return head * self.num_layers / (self.num_matmul_parameters() - head)
 

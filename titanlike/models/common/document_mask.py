@@ -195,7 +195,7 @@ def _block_bounds(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns, for each block of queries in (B, Q, R), the number of selected blocks of keys (B, 1, Q), and their indices, followed
-    by those of the others (B, 1, Q, R)."""
+    by the indices of the others (B, 1, Q, R)."""
     selected = blocks[:, None].int()
     indices = torch.argsort(selected, dim=-1, descending=True, stable=True)
     return selected.sum(-1, dtype=torch.int32), indices.int()

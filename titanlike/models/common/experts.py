@@ -113,7 +113,7 @@ class _Float32Linear(torch.autograd.Function):
 class BalanceLoss(nn.Module):
     """The auxiliary loss that balances the load of the experts, as `load_balancing_loss_func` of transformers and its coefficient
     `router_aux_loss_coef`: the number of experts x the sum over the experts of the fraction of tokens x the mean probability, both
-    over the tokens of all blocks. It is that of each sequence, with the weight of the sequence's valid labels."""
+    over the tokens of all blocks. It is computed per sequence, with the weight of the sequence's valid labels."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class BalanceLoss(nn.Module):
         self.terms: LossTerms | None = None
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss, whose gradient now contains that of the auxiliary loss.
+        """Returns the loss, whose gradient now contains the auxiliary loss's.
 
         Args:
             loss: summed over the valid labels (B, T).
@@ -175,8 +175,8 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the results (M, D) for rows (M, D) that are sorted by expert, of which each expert has a count (E,)."""
         ends = counts.cumsum(0).to(torch.int32)
-        experts = ends  # that of each row (M,)
-        if self.has_biases:
+        experts = ends
+        if self.has_biases:  # the expert of each row (M,)
             experts = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

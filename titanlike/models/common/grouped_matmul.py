@@ -79,7 +79,7 @@ _grouped_matmul.register_autograd(_backward, setup_context=_setup_context)
 
 
 def add_bias_of_group(x: Tensor, bias: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
-    """Returns x (M, N) plus the bias (E, N) of the group of each row (M,). `ends` is that of `grouped_matmul`."""
+    """Returns x (M, N) plus the bias (E, N) of the group of each row (M,). For `ends`, see `grouped_matmul`."""
     return _AddBias.apply(x, bias, groups, ends)
 
 

@@ -18,7 +18,7 @@ A, B = "lora_A", "lora_B"
 def apply_lora(model: nn.Module, blocks: nn.ModuleDict, lora: Lora) -> None:
     """Freezes the parameters of a model, and adds two trainable matrices to each selected linear layer of the blocks, in place.
 
-    Apply it before tensor parallelism and FSDP. The parameters of the model keep their names. Those of a linear layer also get
+    Apply it before tensor parallelism and FSDP. The parameters of the model keep their names. Each selected layer also gets
     `lora_A` (rank, inputs) and `lora_B` (outputs, rank), which `model.init_parameter` then initializes: B to 0, so that the model
     starts with the results that it had.
     """

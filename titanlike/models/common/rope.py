@@ -1,4 +1,4 @@
-"""Rotary position embeddings, also for sequences that are longer than those of the training before.
+"""Rotary position embeddings, also for sequences that are longer than in earlier training.
 
 Shapes: B sequences, T tokens, E head dimension.
 """
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def rotary_angles(config: Any, position_ids: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine (B, 1, T, E) of the rotary angles of a `LlamaFamilyConfig` at positions (B, T), in float32. Those of
-    blocks with sliding-window attention (`local`) may have a base of their own, and no scaling.
+    """Returns cosine and sine (B, 1, T, E) of the rotary angles of a `LlamaFamilyConfig` at positions (B, T), in float32.
+    Blocks with sliding-window attention (`local`) may have a base of their own, and no scaling.
 
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
     """
     size = config.rotary_dim
     exponents = torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32) / size
-    # Not theta**-exponents, whose last bit differs from that of published models: 5e-3 in a cosine at position 131,071.
+    # Not theta**-exponents, whose last bit differs from published models: 5e-3 in a cosine at position 131,071.
     theta = config.rope_local_theta if local and config.rope_local_theta else config.rope_theta
     frequencies = 1.0 / theta**exponents  # (E/2,)
     if config.rope_scaling != 1.0 and not (local and config.rope_local_theta):

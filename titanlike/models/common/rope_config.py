@@ -70,7 +70,7 @@ def rope_fields(
 
 
 def rope_of_type(values: Mapping[str, Any], kind: str, theta_key: str, scaled: bool = True) -> dict[str, Any]:
-    """Returns a `config.json` whose RoPE is that of one type of blocks, and whether `rope_scaling` applies to it."""
+    """Returns a `config.json` with the RoPE of one type of blocks, and whether `rope_scaling` applies to it."""
     nested = values.get("rope_parameters")
     if nested is not None and not {LOCAL, GLOBAL} & nested.keys():
         raise ValueError(f"rope_parameters = {nested!r} is not supported; only one for each type of blocks is")

@@ -9,7 +9,7 @@ from titanlike.models.common.config import NumLayers, ParameterSpec, require
 
 LAYER = "transformer.h.*"  # in checkpoints of transformers
 
-# The four sizes of GPT-2, then those of GPT-3 with the published width and depth. The published head count of 1.3B, 24, does not
+# The four sizes of GPT-2, then GPT-3 with the published width and depth. The published head count of 1.3B, 24, does not
 # divide its width of 2048; it has 16 here.
 GPT_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},

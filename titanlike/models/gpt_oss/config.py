@@ -107,7 +107,7 @@ class GptOssConfig(MoeConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        # Without them, transformers has those of the published models.
+        # Without RoPE parameters, transformers uses the published models'.
         rope = values.get("rope_parameters")
         rope = rope_scaling(cls(rope_scaling=32.0)) if rope is None else rope
         fields = super().fields_from_hugging_face({**values, "rope_parameters": rope, "sliding_window": None})

@@ -66,7 +66,7 @@ class MoeConfig(LlamaFamilyConfig):
     expert_biases: ClassVar[bool] = False
     """Whether the matrices of experts have biases."""
     swiglu_limit: ClassVar[float] = 0.0
-    """Bounds what the gate of an expert reads, which is that of `clamped_swiglu.py` then. 0: SiLU without bounds."""
+    """Bounds the inputs of an expert's gate, which is then `clamped_swiglu`. 0: SiLU without bounds."""
     hf_experts: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "w1": "mlp.experts.*.gate_proj",
@@ -78,7 +78,7 @@ class MoeConfig(LlamaFamilyConfig):
 
     @property
     def experts_of_group_score(self) -> int:
-        """The number of experts of a group, the best ones, whose scores are added to that of the group."""
+        """The number of experts of a group, the best ones, whose scores are summed to the group's score."""
         return 1 if self.router_score == "softmax" else 2
 
     @property
@@ -188,7 +188,7 @@ class Qwen3MoeConfig(MoeConfig):
             "use_sliding_window": False,
             "num_experts": self.num_experts,
             "moe_intermediate_size": self.ffn_dim,
-            # Of dense blocks, of which there are none: as in the published models, that of a token's experts together.
+            # Of dense blocks, of which there are none: the sum over a token's experts, as in the published models.
             "intermediate_size": self.ffn_dim * self.experts_per_token,
             "norm_topk_prob": self.normalize_router,
             "decoder_sparse_step": 1,

@@ -8,7 +8,7 @@ from titanlike.config.base import Positive, PositiveFloat, section
 from titanlike.models.common.config import require
 from titanlike.models.llama.config import LlamaFamilyConfig
 
-# The dense base models of Qwen2.5. All have 32,768 positions here; `from_hugging_face` takes those of a config.json.
+# The dense base models of Qwen2.5. All have 32,768 positions here; `from_hugging_face` reads the number from config.json.
 QWEN2_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},
     "2.5-0.5B": dict(dim=896, num_layers=24, num_heads=14, num_kv_heads=2, ffn_dim=4864),

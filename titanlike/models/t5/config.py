@@ -115,7 +115,7 @@ class T5Config(TransformerConfig):
         return dict.fromkeys(gathered, "all_gather_input") | super().tensor_plan(blocks)
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False, target_len: int = 0) -> int:
-        """Returns FLOPs for each token of the input, with those of the targets (default: as long as the input)."""
+        """Returns FLOPs for each token of the input, including the targets (default: as long as the input)."""
         target_len = target_len or seq_len
         (encoder, num_encoder), (decoder, num_decoder) = (
             (sum(outputs * inputs for outputs, inputs in self.block_matrices(first).values()), number)

@@ -17,7 +17,7 @@ from titanlike.models.t5.config import T5Config
 
 
 class T5(nn.Module):
-    """An encoder-decoder. `layers` has the blocks of the encoder, followed by those of the decoder."""
+    """An encoder-decoder. `layers` has the blocks of the encoder, followed by the decoder's."""
 
     # None: the embedding and the biases of positions, which both stacks read, stay with the root of FSDP.
     first_stage_modules: ClassVar[tuple[str, ...]] = ()
@@ -188,7 +188,7 @@ class BiasedAttention(DotProductAttention):
 
 
 class Attention(nn.Module):
-    """Attention to the tokens of a sequence, or to those of another one."""
+    """Attention to the tokens of the same sequence, or of another one."""
 
     def __init__(self, config: T5Config, attend: nn.Module) -> None:
         super().__init__()
