@@ -97,7 +97,7 @@ class Evaluator:
             max_length=self.config.max_seq_len,
             batch_size=batch_size,
         )
-        of_text = partial(
+        text_perplexity = partial(
             perplexity,
             model,
             mesh,
@@ -113,7 +113,7 @@ class Evaluator:
             done = partial(on_batch, name)
             score = partial(scorer, on_batch=done)
             results[name] = (
-                of_text(one, name=name, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
+                text_perplexity(one, name=name, on_batch=done) if isinstance(one, Shards) else self._score(one, score)
             )
             on_result(name, results[name])
         return results

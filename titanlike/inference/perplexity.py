@@ -152,6 +152,6 @@ def _groups(tokens: Shards, num_tokens: int) -> Iterator[tuple[int, npt.NDArray[
         groups = (ends - offset) // DECODED_TOKENS
         first = offset
         for group in np.unique(groups):
-            of_group = ends[groups == group]
-            yield first, np.diff(of_group, prepend=first)
-            first = int(of_group[-1])
+            group_ends = ends[groups == group]
+            yield first, np.diff(group_ends, prepend=first)
+            first = int(group_ends[-1])

@@ -237,9 +237,9 @@ class HFWeights(Weights):
         if not spec.is_stacked:
             self._fill(spec, target, shard_range)
             return
-        of_element = ShardRange(shard_range.global_shape[1:], shard_range.offset[1:], shard_range.shape[1:])
+        element_range = ShardRange(shard_range.global_shape[1:], shard_range.offset[1:], shard_range.shape[1:])
         for index in range(shard_range.shape[0]):
-            self._fill(spec.at(shard_range.offset[0] + index), target[index], of_element)
+            self._fill(spec.at(shard_range.offset[0] + index), target[index], element_range)
 
     def _fill(self, spec: ParameterSpec, target: Tensor, shard_range: ShardRange) -> None:
         values = read_stored(*self._found[spec.hf_name], stored_part(spec, shard_range))

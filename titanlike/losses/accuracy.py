@@ -39,6 +39,6 @@ def num_correct(logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup |
     """Returns the number of labels (N,) that have the largest of the logits (N, V)."""
     ids = labels - first_token(logits, vocab_group)
     is_local = (ids >= 0) & (ids < logits.shape[-1])
-    of_label = logits.gather(-1, ids.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)
-    of_label, largest = (reduced(each, "max", vocab_group) for each in (of_label, logits.amax(-1)))
-    return (of_label == largest).sum()
+    label_logits = logits.gather(-1, ids.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)
+    label_logits, largest = (reduced(each, "max", vocab_group) for each in (label_logits, logits.amax(-1)))
+    return (label_logits == largest).sum()

@@ -61,40 +61,40 @@ class CrossEntropy:
             auxiliary: the number of sequences at the end of the batch whose loss has a gradient only, and its weight. The result
                 is the loss of the others.
         """
-        of_tokens = labels.flatten()
+        flat_labels = labels.flatten()
 
-        def of_each(values: Tensor, rows: slice, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        def token_losses(values: Tensor, rows: slice, scale: Tensor | None) -> tuple[Tensor, Tensor]:
             function = compiled(cross_entropy_inplace, self.backend)
-            losses, _ = function(values, of_tokens[rows], self.vocab_group, None, logits.soft_cap, scale, "none")
+            losses, _ = function(values, flat_labels[rows], self.vocab_group, None, logits.soft_cap, scale, "none")
             return losses, values
 
         if self.reduction == "none":
             assert not self.z_loss and auxiliary is None
-            return chunked_token_losses(logits, of_each, self.chunk)
+            return chunked_token_losses(logits, token_losses, self.chunk)
         # None disables it. Compiled code would treat a float that changes between calls as an input.
         z_loss = self.z_loss if self.z_loss and torch.is_grad_enabled() else None
         number, weight = auxiliary or (0, 1.0)
-        num_main = len(of_tokens) - number * labels.shape[-1]  # tokens
+        num_main = len(flat_labels) - number * labels.shape[-1]  # tokens
         chunk, backend = (0, "") if logits.weight is None else (self.chunk, self.backend)
         function = compiled(cross_entropy_inplace, backend)
 
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor | None, ...], Tensor]:
             is_main = rows.start < num_main
-            scale = None if is_main else torch.full_like(of_tokens[rows], weight, dtype=torch.float32)
-            loss, z_term = function(values, of_tokens[rows], self.vocab_group, z_loss, logits.soft_cap, scale)
+            scale = None if is_main else torch.full_like(flat_labels[rows], weight, dtype=torch.float32)
+            loss, z_term = function(values, flat_labels[rows], self.vocab_group, z_loss, logits.soft_cap, scale)
             if is_main:
                 return (loss, z_term, None), values
             return (None, None, loss if z_term is None else loss - z_term), values
 
-        chunks = slices(0, num_main, chunk) + slices(num_main, len(of_tokens), chunk)
-        loss, z_term, of_auxiliary = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
+        chunks = slices(0, num_main, chunk) + slices(num_main, len(flat_labels), chunk)
+        loss, z_term, auxiliary_loss = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
         assert loss is not None
         if self.terms is not None:
             num_labels = num_valid(labels[: len(labels) - number])
             if z_term is not None:
                 self.terms.add(Z_LOSS, z_term, num_labels)
-            if of_auxiliary is not None:  # its gradient is normalized by the labels of the others
-                self.terms.add(MTP_LOSS, of_auxiliary, num_labels * (number // (len(labels) - number)))
+            if auxiliary_loss is not None:  # its gradient is normalized by the labels of the others
+                self.terms.add(MTP_LOSS, auxiliary_loss, num_labels * (number // (len(labels) - number)))
         return loss
 
 

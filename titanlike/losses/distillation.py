@@ -60,7 +60,7 @@ def distillation_loss(
     Args:
         options: only its `chunk`, `vocab_group` and `backend` are used.
     """
-    of_tokens = labels.flatten()
+    flat_labels = labels.flatten()
     settings: dict[str, Any] = dict(
         vocab_group=options.vocab_group,
         reverse=section.loss == "reverse_kl",
@@ -74,15 +74,15 @@ def distillation_loss(
         weight = None if teacher.weight is None else teacher.weight.to(hidden.dtype)
 
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor], Tensor]:
-            of_teacher = hidden[rows] if weight is None else hidden[rows] @ weight.t()
-            sums = inplace(values, of_teacher, of_tokens[rows], soft_caps=soft_caps, **settings)
+            teacher_logits = hidden[rows] if weight is None else hidden[rows] @ weight.t()
+            sums = inplace(values, teacher_logits, flat_labels[rows], soft_caps=soft_caps, **settings)
             return (sums,), values
     else:
         function = compiled(top_k_loss, options.backend)
         ids, log_probs = teacher.ids.flatten(0, -2).long(), teacher.log_probs.flatten(0, -2)
 
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor], Tensor]:
-            targets = ids[rows], log_probs[rows], of_tokens[rows]
+            targets = ids[rows], log_probs[rows], flat_labels[rows]
             gradient, sums = function(values, *targets, soft_cap=logits.soft_cap, **settings)
             return (sums,), gradient
 
@@ -91,7 +91,7 @@ def distillation_loss(
         assert sums is not None
         return section.weights[0] * sums[0] + section.weights[1] * sums[1], sums
 
-    loss, sums = chunked_loss(logits, compute, slices(0, len(of_tokens), options.chunk), finish=finish)
+    loss, sums = chunked_loss(logits, compute, slices(0, len(flat_labels), options.chunk), finish=finish)
     assert loss is not None and sums is not None
     return loss, sums
 
@@ -130,16 +130,16 @@ def distillation_loss_inplace(
     terms = [(student() / temperature).exp(), (teacher() / temperature).exp()]
     totals = sums_of(*terms, *([student().exp()] if softened else [])).log()
     del terms
-    of_student, of_teacher, of_labels = totals[:, :1], totals[:, 1:2], totals[:, -1:] if softened else totals[:, :1]
+    student_lse, teacher_lse, label_lse = totals[:, :1], totals[:, 1:2], totals[:, -1:] if softened else totals[:, :1]
 
     def log_ratio() -> Tensor:
-        return (student() - teacher()) / temperature - (of_student - of_teacher)
+        return (student() - teacher()) / temperature - (student_lse - teacher_lse)
 
     def student_probs() -> Tensor:
-        return (student() / temperature - of_student).exp()
+        return (student() / temperature - student_lse).exp()
 
     def teacher_probs() -> Tensor:
-        return (teacher() / temperature - of_teacher).exp()
+        return (teacher() / temperature - teacher_lse).exp()
 
     first = first_token(logits, vocab_group)
     # A mask, not a gather, which torch 2.11's inductor may run after the last pass.
@@ -150,8 +150,8 @@ def distillation_loss_inplace(
     gradient = student_probs() * (log_ratio() - divergence) if reverse else student_probs() - teacher_probs()
     gradient = gradient * (temperature * (1.0 - label_weight))
     if label_weight:
-        gradient = gradient + label_weight * ((student() - of_labels).exp() - is_label.float())
+        gradient = gradient + label_weight * ((student() - label_lse).exp() - is_label.float())
     if soft_caps[0]:  # the derivative of the bound
         gradient = gradient * (1.0 - (logits.float() / soft_caps[0]).tanh().square())
     logits.copy_(gradient.where(valid, 0.0))
-    return torch.cat((divergence, of_labels - label_logits), -1).where(valid, 0.0).sum(0)
+    return torch.cat((divergence, label_lse - label_logits), -1).where(valid, 0.0).sum(0)

@@ -35,12 +35,12 @@ class OwnLoss(CrossEntropy):
         if not torch.is_grad_enabled():
             return super().__call__(logits, labels, **options)
         assert not (self.z_loss or options) and self.reduction == "sum"
-        of_tokens = labels.flatten()
+        flat_labels = labels.flatten()
 
         def loss_of(values: Tensor, rows: slice) -> Tensor:
             # The ranks that share the vocabulary all-gather it, and each computes the same.
             values = values if self.vocab_group is None else gather(values, 1, self.vocab_group)
-            return self.function(soft_capped(values, logits.soft_cap), of_tokens[rows])
+            return self.function(soft_capped(values, logits.soft_cap), flat_labels[rows])
 
         if logits.weight is None or torch.compiler.is_compiling():
             return loss_of(logits.compute().flatten(0, -2), slice(None))
@@ -51,7 +51,7 @@ class OwnLoss(CrossEntropy):
             loss = loss_of(values, rows)
             return (loss.detach(),), torch.autograd.grad(loss, values)[0]
 
-        chunks = slices(0, len(of_tokens), self.chunk)
+        chunks = slices(0, len(flat_labels), self.chunk)
         (loss,) = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
         assert loss is not None
         return loss

@@ -68,7 +68,7 @@ def top_k_loss(
     bound = (logits / soft_cap).tanh() if soft_cap else None
     logits = logits if bound is None else bound * soft_cap
     logits = logits - reduced(logits.amax(-1, keepdim=True), "max", vocab_group)
-    of_labels = _sum(logits.exp(), vocab_group).log()
+    label_lse = _sum(logits.exp(), vocab_group).log()
     scaled = logits / temperature
     probs = (scaled - _sum(scaled.exp(), vocab_group).log()).exp()
     first = first_token(logits, vocab_group)
@@ -79,20 +79,20 @@ def top_k_loss(
     kept = torch.cat((probs, probs.new_zeros(len(probs), 1)), -1).gather(-1, places)
     kept = reduced(kept, "sum", vocab_group)
     rest = _sum(probs.masked_fill(is_among, 0.0), vocab_group)
-    of_student = torch.cat((kept, rest), -1).clamp(min=SMALLEST)  # (N, K + 1)
-    ratios = of_student.log() - log_probs
+    student_probs = torch.cat((kept, rest), -1).clamp(min=SMALLEST)  # (N, K + 1)
+    ratios = student_probs.log() - log_probs
     if reverse:
-        divergence = (of_student * ratios).sum(-1, keepdim=True)
+        divergence = (student_probs * ratios).sum(-1, keepdim=True)
         factors = ratios - divergence  # of the student's probabilities, in the gradient
     else:
         divergence = (log_probs.exp() * -ratios).sum(-1, keepdim=True)
         factors = 1.0 - (-ratios).exp()
-    of_places = factors[:, -1:].expand(-1, size + 1).scatter(-1, places, factors[:, :-1])[:, :size]
-    gradient = probs * of_places * (temperature * (1.0 - label_weight))
+    place_factors = factors[:, -1:].expand(-1, size + 1).scatter(-1, places, factors[:, :-1])[:, :size]
+    gradient = probs * place_factors * (temperature * (1.0 - label_weight))
     is_label = torch.arange(first, first + size, device=labels.device) == labels[:, None]
-    cross_entropy = of_labels - _sum(logits.where(is_label, 0.0), vocab_group)
+    cross_entropy = label_lse - _sum(logits.where(is_label, 0.0), vocab_group)
     if label_weight:
-        gradient = gradient + label_weight * ((logits - of_labels).exp() - is_label.float())
+        gradient = gradient + label_weight * ((logits - label_lse).exp() - is_label.float())
     if bound is not None:
         gradient = gradient * (1.0 - bound.square())
     sums = torch.cat((divergence, cross_entropy), -1).where(valid, 0.0).sum(0)

@@ -76,7 +76,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._ranks = health.RankStatistics(self.device)
         self._model: ModelStatistics | None = None
         self._model_is_known = False
-        self._of_model: dict[str, Tensor] = {}  # of the current step
+        self._model_metrics: dict[str, Tensor] = {}  # of the current step
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._rates: list[float] = []  # tokens per second of each record
@@ -111,9 +111,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._flush(deferred=True)
         self._window_steps += 1
         if self._is_due(step):
-            others |= self._of_model
-            of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
-            values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
+            others |= self._model_metrics
+            rank_values = [self._ranks.gather(self._data_wait)] if self._ranks else []
+            values = AsyncD2H(loss, grad_norm, *others.values(), *rank_values)
             self._pending = step, values, time.perf_counter(), lr, list(others)
             if values.is_on_host or step == self.num_steps:
                 self._flush()
@@ -129,7 +129,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         # A device that has completed the step by now is faster than the host, and completed it when the host had enqueued it.
         waits_for_host = deferred and values.is_complete
         loss, grad_norm, *rest = values.read(deferred=deferred)
-        others, of_ranks = dict(zip(names, rest, strict=False)), rest[len(names) :]
+        others, rank_values = dict(zip(names, rest, strict=False)), rest[len(names) :]
         now = enqueued if waits_for_host else time.perf_counter()  # when the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)
@@ -137,7 +137,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
-        extra, warning = self._ranks.summarize(of_ranks) if self._ranks else ({}, "")
+        extra, warning = self._ranks.summarize(rank_values) if self._ranks else ({}, "")
         self._log(
             step,
             {
@@ -175,7 +175,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         parameter, if that is due. The block updates weights."""
         if not self._model_is_known:
             self._model, self._model_is_known = model_statistics.model_statistics(model, self.device), True
-        self._of_model = self._model.measure() if self._model and self._is_due(step) else {}
+        self._model_metrics = self._model.measure() if self._model and self._is_due(step) else {}
         with self._parameter_statistics(step, model):
             yield
         if self._model:

@@ -73,18 +73,20 @@ def scale_heads(attention: Any, factor: Tensor) -> None:
     """Multiplies the attention logits of each head by its factor (H,), by the weights of queries and keys."""
     if "wkv_b" in attention._modules:
         root = factor.sqrt()[:, None]
-        of_queries = torch.cat(
+        query_factors = torch.cat(
             (root.expand(-1, attention.nope_dim), factor[:, None].expand(-1, attention.rope_dim)), dim=1
         )
-        of_keys = torch.cat((root.expand(-1, attention.nope_dim), torch.ones_like(root).expand(-1, attention.v_dim)), 1)
-        scale_rows(queries_of(attention), of_queries.flatten())
-        scale_rows(attention.wkv_b, of_keys.flatten())
+        key_factors = torch.cat(
+            (root.expand(-1, attention.nope_dim), torch.ones_like(root).expand(-1, attention.v_dim)), 1
+        )
+        scale_rows(queries_of(attention), query_factors.flatten())
+        scale_rows(attention.wkv_b, key_factors.flatten())
         return
     num_groups = attention.wk.weight.shape[0] // attention.head_dim
     grouped = factor.unflatten(0, (num_groups, -1))  # (K, H / K)
-    of_group = grouped.amin(1).sqrt()
-    scale_rows(attention.wk, of_group.repeat_interleave(attention.head_dim))
-    scale_rows(attention.wq, (grouped / of_group[:, None]).flatten().repeat_interleave(attention.head_dim))
+    group_factors = grouped.amin(1).sqrt()
+    scale_rows(attention.wk, group_factors.repeat_interleave(attention.head_dim))
+    scale_rows(attention.wq, (grouped / group_factors[:, None]).flatten().repeat_interleave(attention.head_dim))
 
 
 def scale_rows(linear: Any, factor: Tensor) -> None:

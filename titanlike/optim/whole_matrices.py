@@ -113,22 +113,24 @@ class WholeMatrices:
             matrix = function(matrix)
             result = _flat([matrix[part] for part in step.parts], like=received)
         result = self._all_to_all(result, received_sizes, sizes)
-        return [values.view(shards[index].shape) for index, values in enumerate(self._of_all_replicas(result, shards))]
+        return [values.view(shards[index].shape) for index, values in enumerate(self._gather_replicas(result, shards))]
 
-    def _of_all_replicas(self, results: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _gather_replicas(self, results: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         """Gathers the results of all replicas, one tensor for each matrix."""
         sizes = [shard.numel() for shard in shards]
         if self.replicas is None:
             return list(results.split(sizes))
-        of_replicas = [sizes[start : start + self.size] for start in range(0, self.num_replicas * self.size, self.size)]
-        length = max(map(sum, of_replicas))  # all ranks of an all-gather send equally much
+        replica_sizes = [
+            sizes[start : start + self.size] for start in range(0, self.num_replicas * self.size, self.size)
+        ]
+        length = max(map(sum, replica_sizes))  # all ranks of an all-gather send equally much
         padded = results.new_zeros(length)
         padded[: results.numel()] = results
         gathered = results.new_empty(self.num_replicas * length)
         dist.all_gather_into_tensor(gathered, padded, group=self.replicas)
         return [
             part
-            for values, part_sizes in zip(gathered.split(length), of_replicas, strict=True)
+            for values, part_sizes in zip(gathered.split(length), replica_sizes, strict=True)
             for part in values[: sum(part_sizes)].split(part_sizes)
         ]
 

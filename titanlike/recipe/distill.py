@@ -29,15 +29,15 @@ class DistillRecipe(FinetuneRecipe):
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward pass of a token, and of the forward pass of the teacher."""
         # The backward pass has twice as many as the forward pass.
-        of_teacher = 0 if self.distillation.top_k else self.teacher.flops_per_token(self.training.seq_len) // 3
-        return super().flops_per_token + of_teacher
+        teacher_flops = 0 if self.distillation.top_k else self.teacher.flops_per_token(self.training.seq_len) // 3
+        return super().flops_per_token + teacher_flops
 
     @property
     def initial_weights(self) -> dict[str, tuple[str, TransformerConfig]]:
         """The models whose weights are read, by the key that names the files."""
         read = self.distillation.teacher not in ("", RANDOM)
-        of_teacher = {"distillation.teacher": (self.distillation.teacher, self.teacher)} if read else {}
-        return super().initial_weights | of_teacher
+        teacher_weights = {"distillation.teacher": (self.distillation.teacher, self.teacher)} if read else {}
+        return super().initial_weights | teacher_weights
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:

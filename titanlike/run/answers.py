@@ -35,9 +35,9 @@ def places_of(batch: Batch, mesh: Mesh) -> Places:
     ids = gather_sequence(batch.inputs["document_ids"], 1, mesh.context)  # (B, S)
     index = (ids.diff(dim=1, prepend=ids[:, :1]) != 0).cumsum(1)
     # No sequence has more documents than tokens. Two are a pair.
-    of_places = ids.new_zeros(ids.shape[0], ids.shape[1] + ids.shape[1] % 2).scatter(1, index, ids)
+    document_ids = ids.new_zeros(ids.shape[0], ids.shape[1] + ids.shape[1] % 2).scatter(1, index, ids)
     local = index if mesh.context.size() == 1 else index[:, mesh.position_ids(ids.shape[1]).to(ids.device)]
-    return Places(local, of_places.unflatten(1, (-1, 2)))
+    return Places(local, document_ids.unflatten(1, (-1, 2)))
 
 
 def answers_of(model: nn.Module, batch: Batch, places: Places, mesh: Mesh) -> Answers:

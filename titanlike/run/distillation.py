@@ -26,7 +26,7 @@ from titanlike.models.common.layers import set_loss
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import fsdp_units
 from titanlike.recipe.distill import DistillRecipe
-from titanlike.run.likeliest_tokens import add_top_k, of_batch
+from titanlike.run.likeliest_tokens import add_top_k, top_k_of_batch
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.modules import without_owner
 
@@ -62,7 +62,7 @@ def build_objective(
             torch.cuda.empty_cache()
 
         def likeliest(batch: Batch) -> AbstractContextManager[TopK]:
-            return nullcontext(of_batch(batch))
+            return nullcontext(top_k_of_batch(batch))
 
         targets: Targets = likeliest
     else:

@@ -97,7 +97,7 @@ def _remove_damaged(folder: Path, k: int, datasets: list[SequenceDataset]) -> No
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def of_batch(batch: Batch) -> TopK:
+def top_k_of_batch(batch: Batch) -> TopK:
     """Returns the likeliest tokens of a batch."""
     return TopK(batch.inputs[IDS], batch.inputs[LOG_PROBS])
 
@@ -136,11 +136,11 @@ def _compute(
                 found = top_k_of(logits, k, section.temperature, recipe.training.loss_chunk, mesh.vocab_group)
             num_rows = min(len(batch.labels) * mesh.num_data_ranks, dataset.num_sequences - first)
             for name, values in ((IDS, found.ids), (LOG_PROBS, found.log_probs)):
-                of_all = values.new_zeros(len(batch.labels) * mesh.num_data_ranks, *shape[1:], values.shape[-1])
-                of_all[rows[:, None], positions] = values
-                collectives.all_reduce_sum(of_all, mesh.loss_groups)
+                global_values = values.new_zeros(len(batch.labels) * mesh.num_data_ranks, *shape[1:], values.shape[-1])
+                global_values[rows[:, None], positions] = values
+                collectives.all_reduce_sum(global_values, mesh.loss_groups)
                 if files:
-                    files[name][first : first + num_rows] = of_all[:num_rows].cpu().numpy()
+                    files[name][first : first + num_rows] = global_values[:num_rows].cpu().numpy()
         for each in files.values():
             each.flush()
     process_group.run_on_main(lambda: partial.rename(folder))
@@ -177,8 +177,8 @@ def _folder(recipe: DistillRecipe, datasets: list[SequenceDataset], initial: str
         asdict(recipe.float8),
     ]
     weights = version_of_weights(initial, seed)
-    of_loss = [section.top_k, section.temperature]
+    loss_options = [section.top_k, section.temperature]
     key = hash_of(
-        [FORMAT, tokens, split, training.seq_len, asdict(cast(Any, recipe.teacher)), precision, weights, of_loss]
+        [FORMAT, tokens, split, training.seq_len, asdict(cast(Any, recipe.teacher)), precision, weights, loss_options]
     )
     return cache_folder(data.cache) / "distillation" / f"teacher-{key}"

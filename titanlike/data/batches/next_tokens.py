@@ -20,8 +20,8 @@ def next_tokens(tokens: Numbers, labels: Numbers, document_ids: Numbers | None, 
     for i in range(number):
         ahead = i + 1
         inputs[:, : tokens.shape[1] - ahead, i] = tokens[:, ahead:]
-        of_ahead = labels[:, ahead:]
+        labels_ahead = labels[:, ahead:]
         if document_ids is not None:
-            of_ahead = np.where(document_ids[:, ahead:] == document_ids[:, :-ahead], of_ahead, IGNORE)
-        targets[:, : of_ahead.shape[1], i] = of_ahead
+            labels_ahead = np.where(document_ids[:, ahead:] == document_ids[:, :-ahead], labels_ahead, IGNORE)
+        targets[:, : labels_ahead.shape[1], i] = labels_ahead
     return {"next_tokens": inputs, "next_labels": targets}

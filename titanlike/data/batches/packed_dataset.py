@@ -196,8 +196,8 @@ class ShuffledMixture:
         others: dict[str, Any] = {}
         for source in np.unique(sources).tolist():
             selected = sources == source
-            tokens[selected], flags, documents, of_source = self.datasets[source].read(indices[selected])
-            for name, values in of_source.items():
+            tokens[selected], flags, documents, source_others = self.datasets[source].read(indices[selected])
+            for name, values in source_others.items():
                 others.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[selected] = values
             if flags is not None:
                 loss_mask[selected], masked = flags, True

@@ -32,8 +32,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
         bounded = gate.clamp(max=ctx.limit)
         sigmoid = bounded.mul(SLOPE).sigmoid_()
         # The derivative of gate * sigmoid(SLOPE * gate): sigmoid * (1 + SLOPE * gate * (1 - sigmoid)).
-        of_gate = bounded.mul(SLOPE)
-        of_gate.addcmul_(of_gate, sigmoid, value=-1.0).add_(1.0).mul_(sigmoid)
-        of_x = bounded.mul_(sigmoid).mul_(gradient).masked_fill_((x > ctx.limit).logical_or_(x < -ctx.limit), 0.0)
+        gate_gradient = bounded.mul(SLOPE)
+        gate_gradient.addcmul_(gate_gradient, sigmoid, value=-1.0).add_(1.0).mul_(sigmoid)
+        x_gradient = bounded.mul_(sigmoid).mul_(gradient).masked_fill_((x > ctx.limit).logical_or_(x < -ctx.limit), 0.0)
         other = sigmoid.copy_(x).clamp_(-ctx.limit, ctx.limit).add_(1.0)  # in the memory of the sigmoid
-        return of_gate.mul_(other).mul_(gradient).masked_fill_(gate > ctx.limit, 0.0), of_x, None
+        return gate_gradient.mul_(other).mul_(gradient).masked_fill_(gate > ctx.limit, 0.0), x_gradient, None

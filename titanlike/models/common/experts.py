@@ -133,9 +133,9 @@ class BalanceLoss(nn.Module):
         load, probs = counts.unbind(1)
         num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
         num_own = num_valid  # of this rank's part of the sequence
-        of_sequence = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
-        of_sequence = self.sum_over_sequence(of_sequence)
-        load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
+        sums = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
+        sums = self.sum_over_sequence(sums)
+        load, num_valid = sums[:, :-1], sums[:, -1]
         num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
         auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
         auxiliary = auxiliary.sum()

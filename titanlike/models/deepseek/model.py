@@ -117,14 +117,14 @@ class LatentAttention(nn.Module):
         is rotated (B, 1, S, R + P), without the keys and values of all heads: the weights that expand them are applied to queries
         and outputs instead. `mask` is (B, 1, 1, S)."""
         weight: Tensor = without_owner(self.wkv_b).weight  # type: ignore[assignment]
-        of_keys, of_values = weight.unflatten(0, (-1, self.nope_dim + self.v_dim)).split(
+        key_weight, value_weight = weight.unflatten(0, (-1, self.nope_dim + self.v_dim)).split(
             (self.nope_dim, self.v_dim), dim=1
         )
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
-        q = torch.cat((q_nope @ of_keys, q_rope), dim=-1).transpose(1, 2)  # (B, 1, H, R + P): queries of one head
+        q = torch.cat((q_nope @ key_weight, q_rope), dim=-1).transpose(1, 2)  # (B, 1, H, R + P): queries of one head
         scale = self.head_dim**-0.5
         h = F.scaled_dot_product_attention(q, latents, latents[..., : self.rank], attn_mask=mask, scale=scale)
-        return h.transpose(1, 2) @ of_values.transpose(-1, -2)
+        return h.transpose(1, 2) @ value_weight.transpose(-1, -2)
 
 
 def halves(x: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def add_counts(
     """Returns the hidden states that a block has returned and, for the balance loss, `counts` with what its router has counted."""
     if not isinstance(out, tuple):
         return out, counts
-    h, of_layer = out
-    cast(Any, layer).feed_forward.router.add_load(of_layer)
-    if of_layer.shape[1] == 1:  # without a balance loss
+    h, layer_counts = out
+    cast(Any, layer).feed_forward.router.add_load(layer_counts)
+    if layer_counts.shape[1] == 1:  # without a balance loss
         return h, counts
-    return h, of_layer if counts is None else counts + of_layer
+    return h, layer_counts if counts is None else counts + layer_counts
