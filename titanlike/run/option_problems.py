@@ -81,7 +81,7 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
     if masked and recipe.run.allows_cuda and training.attention == "auto":
         has_kernel = model.num_kv_heads == model.num_heads and not sinks
         yield (
-            f"{clip} reads dense masks, but {masked} has a block mask on GPUs; set training.attention = "
+            f"{clip} reads dense masks, but the mask of {masked} is a block mask on GPUs; set training.attention = "
             + ("'efficient' or " if has_kernel else "")
             + "'math', or optimizer.muon_qk_clip = 0"
         )
