@@ -21,7 +21,7 @@ from titanlike.checkpoint import CheckpointManager
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.reader import read_header
-from titanlike.checkpoint.staging import Stage
+from titanlike.checkpoint.staging import StagingBuffers
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
@@ -49,7 +49,7 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(monkeypatch: pytest.Mon
     """A new thread uses GPU 0. On a fake GPU 3."""
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    stage = Stage()
+    stage = StagingBuffers()
     stage.wait()
     assert calls == []
     stage._stream = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]

@@ -79,7 +79,7 @@ def test_a_location_that_is_not_writable(starter: Starter, tmp_path: Path, locat
 def test_a_directory_that_disappears_during_training(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """Such as an unmounted disk: the run stops, and resumes once the directory is restored."""
     options = {"checkpoint.dir": str(tmp_path / "near"), "checkpoint.mode": "sync", "checkpoint.max_failures": "1"}
-    copy = "titanlike.checkpoint.saver.Stage.copy"
+    copy = "titanlike.checkpoint.saver.StagingBuffers.copy"
     job = starter.start(tmp_path, Fault(copy, step=4, do="mark four, await gone"), **options)
     job.wait_for(tmp_path / "four.mark")
     (tmp_path / "near/run").rename(tmp_path / "lost")

@@ -12,7 +12,7 @@ from tests.faults.starting import Starter
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, contents, resume, valid_steps
 from tests.launching import losses
 
-COPY = "titanlike.checkpoint.saver.Stage.copy"  # the previous save has ended by then
+COPY = "titanlike.checkpoint.saver.StagingBuffers.copy"  # the previous save has ended by then
 NOT_SAVED = r"warning: saving the checkpoint of step (\d) failed: (.*); training continues\n"
 
 

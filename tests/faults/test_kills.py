@@ -50,8 +50,8 @@ ONE_SHARD = (
 )
 # During the save of step 4. All ranks take part in the first half, only rank 0 in the second.
 SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.Stage.copy", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
+    "before the copy": Case(dies(f"{SAVING}.StagingBuffers.copy", rank=1, step=4), (2,)),
+    "after the copy": Case(dies(f"{SAVING}.StagingBuffers.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
     "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, argument="rank-00001.safetensors"), (2,)),

@@ -21,7 +21,7 @@ import torch
 from tests.durability import Disk
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.checkpoint import reader
-from titanlike.checkpoint.files import File
+from titanlike.checkpoint.files import ReadableFile
 from titanlike.checkpoint.format import ShardRange
 from titanlike.checkpoint.reader import Entry
 from titanlike.config import UserError
@@ -240,7 +240,7 @@ def test_a_shard_of_experts_is_a_slice_and_reads_no_other_expert(
     weights = open_weights(folder)
     num_read: list[int] = []
 
-    def read_part(file: File, entry: Entry, part: list[slice]) -> torch.Tensor:
+    def read_part(file: ReadableFile, entry: Entry, part: list[slice]) -> torch.Tensor:
         num_read.append(math.prod(entry.shape))
         return reader.read_part(file, entry, part)
 

@@ -159,7 +159,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
     gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, optimizer = staging.Stage(), MagicMock()
+    stage, optimizer = staging.StagingBuffers(), MagicMock()
     monkeypatch.setattr(staging, "_assign", lambda ranges, parts: ([*ranges], 0))
     with FakeTensorMode():
         for _ in range(2):

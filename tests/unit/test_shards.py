@@ -11,7 +11,7 @@ import torch
 
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import DTYPES, CheckpointCorrupt, FileDigest, ShardRange, ShardSpec, write
-from titanlike.checkpoint.reader import Reader, read_header, verify_file
+from titanlike.checkpoint.reader import TensorReader, read_header, verify_file
 from titanlike.config import UserError
 
 
@@ -29,8 +29,8 @@ def save(path: Path, *shards: ShardSpec, **notes: Any) -> FileDigest:
         return write(stream, shards, notes)  # type: ignore[arg-type]
 
 
-def reader(*paths: Path) -> Reader:
-    return Reader(read_header(LocalFile(path)) for path in paths)
+def reader(*paths: Path) -> TensorReader:
+    return TensorReader(read_header(LocalFile(path)) for path in paths)
 
 
 @pytest.mark.parametrize("code", DTYPES)

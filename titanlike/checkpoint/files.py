@@ -25,7 +25,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class File(Protocol):
+class ReadableFile(Protocol):
     """A file that can be read. `str(file)` is its name in messages."""
 
     def size(self) -> int:
@@ -55,6 +55,6 @@ class LocalFile:
         return np.fromfile(self.path, np.uint8, size, offset=start)
 
 
-def content_of(file: File) -> bytes:
+def content_of(file: ReadableFile) -> bytes:
     """Returns the whole content of a small file."""
     return file.read(0, file.size()).tobytes()

@@ -13,7 +13,7 @@ from titanlike.checkpoint import store
 from titanlike.checkpoint.files import FILE, MANIFEST, STATE, LocalFile, content_of, file_of, name_of
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, ShardRange
 from titanlike.checkpoint.optimizer_values import OptimizerValues
-from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, verify_file
+from titanlike.checkpoint.reader import Entry, TensorReader, corrupt_unless_read, read_header, verify_file
 from titanlike.checkpoint.staging import named_tensors, shard_range_of
 from titanlike.checkpoint.store import CheckpointMetadata
 from titanlike.config import UserError
@@ -95,7 +95,7 @@ def load_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     others: Mapping[str, nn.Module],
-    reader: Reader,
+    reader: TensorReader,
     values: OptimizerValues,
     records: Mapping[str, Any],
     *,
@@ -162,16 +162,16 @@ def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def open_checkpoint(checkpoint: Path) -> tuple[Reader, dict[str, Entry]]:
+def open_checkpoint(checkpoint: Path) -> tuple[TensorReader, dict[str, Entry]]:
     """Returns a reader of a checkpoint, and one of the shards of every tensor."""
     files = sorted(checkpoint.glob("rank-*.safetensors"))
     if not files:
         raise UserError(f"{checkpoint} is not a checkpoint: it contains no rank-*.safetensors")
-    reader = Reader(read_header(LocalFile(file)) for file in files)
+    reader = TensorReader(read_header(LocalFile(file)) for file in files)
     return reader, {name: entry for header in reader.headers for name, entry in header.entries.items()}
 
 
-def _read_full(reader: Reader, name: str, entry: Entry) -> Tensor:
+def _read_full(reader: TensorReader, name: str, entry: Entry) -> Tensor:
     shape = entry.global_shape
     values = torch.empty(shape, dtype=entry.dtype)
     reader.fill(name, values, ShardRange(shape, (0,) * len(shape), shape))

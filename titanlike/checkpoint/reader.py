@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.files import File
+from titanlike.checkpoint.files import ReadableFile
 from titanlike.checkpoint.format import CHUNK_SIZE, DTYPES, CheckpointCorrupt, FileDigest, ShardRange
 from titanlike.config import UserError
 from titanlike.config.base import shown
@@ -23,7 +23,7 @@ NO_FILE = {None, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.
 
 
 @contextmanager
-def corrupt_unless_read(file: File | str) -> Iterator[None]:
+def corrupt_unless_read(file: ReadableFile | str) -> Iterator[None]:
     """Raises `CheckpointCorrupt` instead of the errors that reading and parsing a file raises, or `UserError` if the file may be
     valid, but cannot be read now."""
     try:
@@ -41,7 +41,7 @@ def corrupt_unless_read(file: File | str) -> Iterator[None]:
         raise CheckpointCorrupt(f"{file} is corrupt: {error}") from None
 
 
-def verify_file(file: File, expected: FileDigest, *, content: bool) -> None:
+def verify_file(file: ReadableFile, expected: FileDigest, *, content: bool) -> None:
     """Raises `CheckpointCorrupt` if the size of a file or, with `content`, its hash is not the expected one."""
     with corrupt_unless_read(file):
         size = file.size()
@@ -68,12 +68,12 @@ class Entry(ShardRange):
 class Header:
     """The header of a file."""
 
-    file: File
+    file: ReadableFile
     entries: dict[str, Entry]
     notes: dict[str, Any]
 
 
-def read_header(file: File, *, whole: bool = False) -> Header:
+def read_header(file: ReadableFile, *, whole: bool = False) -> Header:
     """Reads and validates the header of a file, which is not trusted. With `whole`, every tensor is its only shard, as in the files
     of other programs."""
     with corrupt_unless_read(file):
@@ -113,7 +113,7 @@ def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start:
     return Entry(global_shape, offset, shape, dtype, data_start + start)
 
 
-class Reader:
+class TensorReader:
     """Fills tensors from the files of a checkpoint, whatever layout saved them. Reads only the rows that a tensor needs."""
 
     def __init__(self, headers: Iterable[Header]) -> None:
@@ -137,7 +137,7 @@ class Reader:
         return found
 
 
-def _copy_overlap(file: File, name: str, entry: Entry, target: Tensor, shard_range: ShardRange) -> int:
+def _copy_overlap(file: ReadableFile, name: str, entry: Entry, target: Tensor, shard_range: ShardRange) -> int:
     """Copies the overlap of a stored shard and `shard_range`. Returns the number of elements copied."""
     # An earlier version may have stored another precision, such as for the balancing bias of experts.
     converts = entry.dtype.is_floating_point and target.dtype.is_floating_point
@@ -156,7 +156,7 @@ def _copy_overlap(file: File, name: str, entry: Entry, target: Tensor, shard_ran
     return math.prod(end - start for start, end in overlap)
 
 
-def read_part(file: File, entry: Entry, part: list[slice]) -> Tensor:
+def read_part(file: ReadableFile, entry: Entry, part: list[slice]) -> Tensor:
     """Reads a part of a shard; of its rows, only those in the part."""
     rows = part[0] if part else slice(0, 1)
     row_size = math.prod(entry.shape[1:]) * entry.dtype.itemsize

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlike.checkpoint.files import MANIFEST, STEP, Bytes, File, LocalFile, name_of
+from titanlike.checkpoint.files import MANIFEST, STEP, Bytes, LocalFile, ReadableFile, name_of
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials
 
@@ -108,7 +108,7 @@ class RemoteStore:
     def update_latest(self, step: int) -> None:
         self.write_file("latest", f"{name_of(step)}\n")
 
-    def open(self, step: int, file: str, *, download: bool = False) -> File:
+    def open(self, step: int, file: str, *, download: bool = False) -> ReadableFile:
         """Opens a file of a checkpoint for reading: a local copy if there is one, or if `download` requests it, else in place."""
         remote = RemoteFile(self.files, self._path(step, file), f"{self.url}/{name_of(step)}/{file}")
         local = self._downloads / name_of(step) / file

@@ -23,7 +23,7 @@ from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import FileDigest, ShardSpec
 from titanlike.checkpoint.optimizer_values import OptimizerValues
 from titanlike.checkpoint.owner import Claim
-from titanlike.checkpoint.staging import Stage, named_tensors
+from titanlike.checkpoint.staging import StagingBuffers, named_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
@@ -74,7 +74,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._failures = 0  # consecutive
         self._error = ""  # of the last save
         self._results: list[SaveResult] = []  # not yet polled
-        self._stage = Stage()
+        self._stage = StagingBuffers()
         # Created up front: this needs the launcher, and a save may be due to the launcher's death.
         self._group = process_group.copy_of_world()
         self._save: Future[SaveResult] | None = None  # in progress
@@ -124,7 +124,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if not self._entries or metadata.step != self.step:
             raise UserError(f"step {metadata.step} was not verified; call find() before load()")
         files = {name: self.store.open(metadata.step, name) for name in sorted(self._entries)}
-        shards = reader.Reader(reader.Header(file, self._entries[name], {}) for name, file in files.items())
+        shards = reader.TensorReader(reader.Header(file, self._entries[name], {}) for name, file in files.items())
         values, num_threads = self.register(model, optimizer), self.store.num_readers
         loader.load_tensors(model, optimizer, others, shards, values, self._records, num_threads=num_threads)
         if len(files) == process_group.world_size():

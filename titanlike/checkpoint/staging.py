@@ -41,7 +41,7 @@ def shard_range_of(tensor: Tensor) -> ShardRange:
     return ShardRange(tuple(tensor.shape), tuple(offset), tuple(shape))
 
 
-class Stage:
+class StagingBuffers:
     """Host buffers for the shards that this rank writes, reused from save to save."""
 
     def __init__(self) -> None:

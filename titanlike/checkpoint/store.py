@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Union
 
-from titanlike.checkpoint.files import MANIFEST, STATE, STEP, File, LocalFile, name_of
+from titanlike.checkpoint.files import MANIFEST, STATE, STEP, LocalFile, ReadableFile, name_of
 from titanlike.checkpoint.format import FileDigest
 from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import UserError
@@ -113,7 +113,7 @@ class LocalStore:
         """Writes the name of a checkpoint to the file `latest`, for the user. Resuming does not read it."""
         atomic_write_text(self.path / "latest", f"{name_of(step)}\n", durable=False)
 
-    def open(self, step: int, file: str, *, download: bool = False) -> File:
+    def open(self, step: int, file: str, *, download: bool = False) -> ReadableFile:
         """Opens a file of a checkpoint for reading."""
         return LocalFile(self.path / name_of(step) / file)
 

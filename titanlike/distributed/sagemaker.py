@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.config.sections import Checkpoint, Run
+from titanlike.config.sections import Checkpoint
+from titanlike.config.sections import Run as RunSection
 from titanlike.distributed.environment import RankInfo
 
 OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
@@ -42,7 +43,7 @@ class SageMakerJob:
         paths = {"data.path": "" if is_mixed else self.train, "data.validation_path": self.validation}
         return {key: path for key, path in paths.items() if path}
 
-    def check_checkpoints(self, run: Run, checkpoint: Checkpoint, ranks: RankInfo) -> None:
+    def check_checkpoints(self, run: RunSection, checkpoint: Checkpoint, ranks: RankInfo) -> None:
         """Refuses to save to the disks of several hosts, where no host would have a complete checkpoint, and to resume the run of
         another job of the same tuner."""
         if not checkpoint.enabled:

@@ -51,7 +51,7 @@ def perplexity(
         on_batch: called with the number of batches that this rank has read, and the number of all its batches.
     """
     total, count = torch.zeros(2, device=device, dtype=collectives.sum_dtype(device))
-    batches = _Batches(tokens, mesh, seq_len, batch_size, tokenizer.separator if document_masks else None, limit)
+    batches = _TextBatches(tokens, mesh, seq_len, batch_size, tokenizer.separator if document_masks else None, limit)
     for number, batch in enumerate(batches, 1):
         inputs = {name: values.to(device) for name, values in batch.inputs.items()}
         labels = batch.labels.to(device)
@@ -77,7 +77,7 @@ def perplexity(
     }
 
 
-class _Batches:
+class _TextBatches:
     """This rank's batches: as many on each rank."""
 
     def __init__(

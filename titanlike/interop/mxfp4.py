@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.files import File
+from titanlike.checkpoint.files import ReadableFile
 from titanlike.checkpoint.reader import Entry, read_part
 from titanlike.config import UserError
 from titanlike.config.base import shown
@@ -27,11 +27,11 @@ EXPONENT_BIAS = 127
 class PackedEntry(Entry):
     """A stack of matrices in MXFP4. It has the shape in which it is stored in bfloat16 (E, K, N)."""
 
-    scales: tuple[File, Entry]
+    scales: tuple[ReadableFile, Entry]
     blocks: Entry
 
 
-def with_mxfp4(found: Mapping[str, tuple[File, Entry]]) -> dict[str, tuple[File, Entry]]:
+def with_mxfp4(found: Mapping[str, tuple[ReadableFile, Entry]]) -> dict[str, tuple[ReadableFile, Entry]]:
     """Returns the tensors of a folder with one in place of the blocks and the scales of each stack of matrices in MXFP4."""
     tensors = dict(found)
     for name in [name for name in found if name.endswith(BLOCKS)]:
@@ -52,7 +52,7 @@ def with_mxfp4(found: Mapping[str, tuple[File, Entry]]) -> dict[str, tuple[File,
     return tensors
 
 
-def read_stored(file: File, entry: Entry, part: list[slice]) -> Tensor:
+def read_stored(file: ReadableFile, entry: Entry, part: list[slice]) -> Tensor:
     """Reads a part of a tensor of a folder, as `read_part` does; in MXFP4, one expert at a time."""
     if not isinstance(entry, PackedEntry):
         return read_part(file, entry, part)

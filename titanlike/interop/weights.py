@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint import loader, store
-from titanlike.checkpoint.files import STATE, STEP, File, LocalFile, name_of
+from titanlike.checkpoint.files import STATE, STEP, LocalFile, ReadableFile, name_of
 from titanlike.checkpoint.format import CHUNK_SIZE, ShardRange
-from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, read_part, verify_file
+from titanlike.checkpoint.reader import Entry, TensorReader, corrupt_unless_read, read_header, read_part, verify_file
 from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
 from titanlike.config.finetune import Lora
-from titanlike.config.sections import Tokenizer
+from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_parameters import hf_parameters, select_part, stored_part, stored_tensors, whole
@@ -49,7 +49,7 @@ class Weights(ABC):
 
     path: Path | str
     config: TransformerConfig
-    tokenizer: Tokenizer
+    tokenizer: TokenizerSection
     """The tokenizer that the model was trained with."""
 
     @abstractmethod
@@ -155,8 +155,8 @@ class HFWeights(Weights):
     def __init__(self, path: Path, verify_share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         self.config = read_config(path, registered_configs())
-        self.tokenizer = Tokenizer(encoding=str(path), special="both" if _adds_bos(path) else "eos")
-        self._found: dict[str, tuple[File, Entry]] = {}
+        self.tokenizer = TokenizerSection(encoding=str(path), special="both" if _adds_bos(path) else "eos")
+        self._found: dict[str, tuple[ReadableFile, Entry]] = {}
         for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
             for stored, entry in header.entries.items():
                 name = self.config.hf_name_of(stored)
@@ -257,13 +257,13 @@ class CheckpointWeights(Weights):
             verify_file(location.open(step, name), files[name], content=True)
         self.metadata = loader.read_state(location, step)
         names = [name for name in sorted(files) if name != STATE]
-        self._reader = Reader(read_header(location.open(step, name)) for name in names)
+        self._reader = TensorReader(read_header(location.open(step, name)) for name in names)
         self._entries = {name: entry for header in self._reader.headers for name, entry in header.entries.items()}
         end = f".{lora.A}"
         self.adapted_layers = {n.removeprefix("model.").removesuffix(end) for n in self._entries if n.endswith(end)}
         with corrupt_unless_read(f"{self.path}/{STATE}"):
             self.config = _config_of(self.metadata.recipe, self.path)
-            self.tokenizer = validate(Tokenizer, self.metadata.recipe["tokenizer"])
+            self.tokenizer = validate(TokenizerSection, self.metadata.recipe["tokenizer"])
             self.lora = validate(Lora, self.metadata.recipe.get("lora", {}))
         for name, spec in self.config.parameters().items():
             entry = self._entries.get(f"model.{name}")

@@ -73,20 +73,17 @@ def scale_heads(attention: Any, factor: Tensor) -> None:
     """Multiplies the attention logits of each head by its factor (H,), by the weights of queries and keys."""
     if "wkv_b" in attention._modules:
         root = factor.sqrt()[:, None]
-        query_factors = torch.cat(
-            (root.expand(-1, attention.nope_dim), factor[:, None].expand(-1, attention.rope_dim)), dim=1
-        )
-        key_factors = torch.cat(
-            (root.expand(-1, attention.nope_dim), torch.ones_like(root).expand(-1, attention.v_dim)), 1
-        )
-        scale_rows(queries_of(attention), query_factors.flatten())
-        scale_rows(attention.wkv_b, key_factors.flatten())
+        nope = root.expand(-1, attention.nope_dim)
+        query_scale = torch.cat((nope, factor[:, None].expand(-1, attention.rope_dim)), dim=1)
+        key_scale = torch.cat((nope, torch.ones_like(root).expand(-1, attention.v_dim)), dim=1)
+        scale_rows(queries_of(attention), query_scale.flatten())
+        scale_rows(attention.wkv_b, key_scale.flatten())
         return
     num_groups = attention.wk.weight.shape[0] // attention.head_dim
     grouped = factor.unflatten(0, (num_groups, -1))  # (K, H / K)
-    group_factors = grouped.amin(1).sqrt()
-    scale_rows(attention.wk, group_factors.repeat_interleave(attention.head_dim))
-    scale_rows(attention.wq, (grouped / group_factors[:, None]).flatten().repeat_interleave(attention.head_dim))
+    group_scale = grouped.amin(1).sqrt()
+    scale_rows(attention.wk, group_scale.repeat_interleave(attention.head_dim))
+    scale_rows(attention.wq, (grouped / group_scale[:, None]).flatten().repeat_interleave(attention.head_dim))
 
 
 def scale_rows(linear: Any, factor: Tensor) -> None:

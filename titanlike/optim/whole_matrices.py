@@ -120,9 +120,7 @@ class WholeMatrices:
         sizes = [shard.numel() for shard in shards]
         if self.replicas is None:
             return list(results.split(sizes))
-        replica_sizes = [
-            sizes[start : start + self.size] for start in range(0, self.num_replicas * self.size, self.size)
-        ]
+        replica_sizes = [sizes[i * self.size :][: self.size] for i in range(self.num_replicas)]
         length = max(map(sum, replica_sizes))  # all ranks of an all-gather send equally much
         padded = results.new_zeros(length)
         padded[: results.numel()] = results

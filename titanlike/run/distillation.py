@@ -41,7 +41,7 @@ def build_objective(
     device: torch.device,
     tokenizer: Tokenizer,
     data: DataLoaders,
-) -> "Objective":
+) -> "DistillationObjective":
     """Returns the objective of a recipe, with its teacher, and sets the loss of the model."""
     section = recipe.distillation
     weights, seed = "" if section.teacher == RANDOM else section.teacher, recipe.run.seed + 1
@@ -68,7 +68,7 @@ def build_objective(
     else:
         targets = build_teacher()
     loss = set_distillation_loss(model, section)
-    return Objective(loss, targets, section.weights)
+    return DistillationObjective(loss, targets, section.weights)
 
 
 def set_distillation_loss(model: nn.Module, section: Distillation) -> DistillationLoss:
@@ -125,7 +125,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Objective:
+class DistillationObjective:
     """The mean loss over the valid labels, all of which have the same weight, whatever their rank and micro-batch."""
 
     loss: DistillationLoss

@@ -26,13 +26,13 @@ def num_pairs(microbatches: Sequence[Batch]) -> Tensor:
 
 def build_objective(
     recipe: DpoRecipe, model: nn.Module, mesh: Mesh, device: torch.device, data: DataLoaders
-) -> "Objective":
+) -> "PreferenceObjective":
     """Returns the objective of a recipe, with its reference model. Call it before the weights of the model are restored."""
-    return Objective(recipe.preference, build_reference(recipe, model, mesh, device, data), mesh)
+    return PreferenceObjective(recipe.preference, build_reference(recipe, model, mesh, device, data), mesh)
 
 
 @dataclass(frozen=True)
-class Objective:
+class PreferenceObjective:
     """The mean loss of preference pairs, all of which have the same weight, whatever their rank and micro-batch."""
 
     section: Preference

@@ -18,7 +18,7 @@ from titanlike.config.base import MAX_PATH, show_value, shown
 from titanlike.config.errors import REMOVED, refuse_unknown_options
 from titanlike.config.help import help_text
 from titanlike.config.optimizer import Optimizer
-from titanlike.config.sections import Run
+from titanlike.config.sections import Run as RunSection
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
@@ -186,7 +186,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     return recipe
 
 
-def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
+def select_run_dir(run: RunSection, arguments: Arguments, ranks: environment.RankInfo) -> RunSection:
     """Sets the run directory: the one that contains a resolved recipe, the one that is named, or a new one."""
     directory = arguments.recipe.parent
     if (directory / "environment.json").exists() and not {"run.name", "run.dir"} & arguments.overrides.keys():
@@ -225,7 +225,7 @@ def shutdown_timeout_of(arguments: Arguments) -> int:
     override = arguments.overrides.get("run.shutdown_timeout")
     if override:
         return int(parse_value(override))
-    return int(values.get("run", {}).get("shutdown_timeout", Run().shutdown_timeout))
+    return int(values.get("run", {}).get("shutdown_timeout", RunSection().shutdown_timeout))
 
 
 def program_of(recipe: Path, override: str | None = None) -> Path:

@@ -78,8 +78,8 @@ class GptOssConfig(MoeConfig):
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         parameters, biases = dict[str, ParameterSpec](), dict[str, ParameterSpec]()
-        for name, shape in (("weight", (self.num_experts, self.dim)), ("bias", (self.num_experts,))):
-            parameters[f"router.{name}"] = ParameterSpec(shape, "router", f"{LAYER}.mlp.router.{name}")
+        for name, router_shape in (("weight", (self.num_experts, self.dim)), ("bias", (self.num_experts,))):
+            parameters[f"router.{name}"] = ParameterSpec(router_shape, "router", f"{LAYER}.mlp.router.{name}")
         # All experts of a block are one stored tensor, and the outputs of w1 and w3 alternate in it.
         for name, hf_name, part, num_parts in (
             ("w1", "gate_up_proj", 0, 2), ("w2", "down_proj", 0, 1), ("w3", "gate_up_proj", 1, 2),
