@@ -21,7 +21,7 @@ from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from titanlike.data.batches.pairs import open_sources
+from titanlike.data.batches.preference_sequences import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.recipe import load
 from titanlike.recipe.dpo import DpoRecipe

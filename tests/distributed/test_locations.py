@@ -15,7 +15,7 @@ from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe
-from titanlike.utils import files
+from titanlike.utils import atomic_write
 
 pytestmark = pytest.mark.usefixtures("alone")
 LOCAL_FILES: Any = fsspec.get_filesystem_class("file")
@@ -75,7 +75,7 @@ def test_a_location_that_is_full_or_read_only(tmp_path: Path, monkeypatch: pytes
             raise OSError(number, os.strerror(number), str(path))
         return opened(path, mode, *arguments, **options)
 
-    monkeypatch.setattr(files.Path, "open", refuse)
+    monkeypatch.setattr(atomic_write.Path, "open", refuse)
     with pytest.raises(UserError, match=rf"checkpoint.dir: .*shared/run cannot be used: .*{os.strerror(number)}"):
         train_on_rank(recipe(tmp_path, dir=str(tmp_path / "shared")))
 

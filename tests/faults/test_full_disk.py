@@ -149,7 +149,7 @@ def test_a_start_that_cannot_write_its_first_file_changes_no_files(
     constant = {"schedule.decay": "none"}  # so that a resume may raise the number of steps
     resume(starter, tmp_path, **constant | {"checkpoint.keep": "1", "training.steps": "4"})
     before = lasting_files(tmp_path)
-    job = starter.start(tmp_path, Fault("titanlike.utils.files.write_all", do="refuse"), **constant)
+    job = starter.start(tmp_path, Fault("titanlike.utils.atomic_write.write_all", do="refuse"), **constant)
     assert job.wait_for_a_death()[0] == 2, job.output
     message = (
         "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"

@@ -18,7 +18,7 @@ from tests.training import full_tensor, mesh_of, train
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism, Tokenizer
 from titanlike.data.batches.dataloaders import build_dataloaders
-from titanlike.data.batches.pairs import open_sources
+from titanlike.data.batches.preference_sequences import open_sources
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.hf_parameters import stored_tensors

@@ -12,7 +12,7 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
 from titanlike.data.batches.stream import Stream
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.arrays import InMemoryTokens

@@ -16,7 +16,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents import readers as documents
 from titanlike.data.documents import records
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import BadRecord, Document, Fields, read_chunks, read_documents, split_chunks
 from titanlike.data.tokens.tokenizer import build_tokenizer

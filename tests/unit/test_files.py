@@ -15,8 +15,8 @@ from tests.launching import free_port
 from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.data.documents import remote
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.directory import DataDirectory
-from titanlike.data.documents.files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.opening import open_file
 from titanlike.data.documents.readers import Fields, read_documents

@@ -16,7 +16,7 @@ from titanlike.config import UserError
 from titanlike.config.base import validate
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.tokens import cache as token_cache
 from titanlike.data.tokens import chats
 from titanlike.data.tokens.chat_template import build_chat_template

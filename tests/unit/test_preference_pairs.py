@@ -17,12 +17,12 @@ from titanlike.config import UserError
 from titanlike.config.dpo import Preference, PreferenceData
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Tokenizer
-from titanlike.data.batches.pairs import open_sources
+from titanlike.data.batches.preference_sequences import open_sources
 from titanlike.data.batches.sources import Sources
-from titanlike.data.documents.pairs import preference_pair_of, synthetic_pairs
+from titanlike.data.documents.preference_pairs import preference_pair_of, synthetic_pairs
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
-from titanlike.data.tokens.pairs import encode_pair
+from titanlike.data.tokens.preference_tokens import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.preferences import Answers, preference_loss

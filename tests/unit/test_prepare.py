@@ -21,7 +21,7 @@ from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents import remote
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import CHUNK_SIZE, BadRecord, Fields, read_documents
 from titanlike.data.tokens import work_units

@@ -12,7 +12,7 @@ from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.run.run import Run
 from titanlike.run.run_dir import RunDirectory, _best_validation
-from titanlike.utils import files
+from titanlike.utils import atomic_write
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
@@ -25,7 +25,7 @@ def test_interrupted_open_leaves_complete_files(
     run.open(torch.device("cpu"), resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    write_all = files.write_all
+    write_all = atomic_write.write_all
 
     def write_half(file: BinaryIO, content: bytes) -> None:
         if not Path(file.name).name.startswith(victim):
@@ -33,7 +33,7 @@ def test_interrupted_open_leaves_complete_files(
         write_all(file, content[: len(content) // 2])
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(files, "write_all", write_half)
+    monkeypatch.setattr(atomic_write, "write_all", write_half)
     with pytest.raises(
         UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
     ):

@@ -17,7 +17,7 @@ from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import stream
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.batches.stream import Stream
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.tokenizer import build_tokenizer

@@ -25,11 +25,11 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches import chats
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents import records
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import BadRecord, Fields, read_documents, read_records
 from titanlike.data.tokens.chat_template import build_chat_template
-from titanlike.data.tokens.pairs import open_preferences
+from titanlike.data.tokens.preference_tokens import open_preferences
 from titanlike.data.tokens.text_pairs import open_text_pairs
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.data.quality.options import Quality

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config import UserError
-from titanlike.utils.files import write_all
+from titanlike.utils.atomic_write import write_all
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

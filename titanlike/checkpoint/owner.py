@@ -18,7 +18,7 @@ from pathlib import Path
 from titanlike.checkpoint.store import LocationLost, Store
 from titanlike.config import UserError
 from titanlike.config.base import record, validate
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 FILE = "owner.json"
 

@@ -19,7 +19,7 @@ from titanlike.checkpoint.files import MANIFEST, STATE, STEP, LocalFile, Readabl
 from titanlike.checkpoint.format import FileDigest
 from titanlike.checkpoint.remote import RemoteStore
 from titanlike.config import UserError
-from titanlike.utils.files import atomic_write_text, fsync_directory, write_all
+from titanlike.utils.atomic_write import atomic_write_text, fsync_directory, write_all
 
 FORMAT = 1
 

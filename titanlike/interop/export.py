@@ -20,7 +20,7 @@ from titanlike.interop.hf_folder import CONFIG, INDEX
 from titanlike.interop.hf_parameters import join_parts, stored_tensors
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, Weights
-from titanlike.utils.files import atomic_write_text, fsync_directory
+from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
 SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them
 

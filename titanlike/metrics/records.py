@@ -10,7 +10,7 @@ from titanlike.config.sections import Metrics
 from titanlike.metrics import prometheus
 from titanlike.metrics.services import start_tracker
 from titanlike.metrics.trackers import CLOSE_TIMEOUT, BackgroundTracker, RunInfo, Values
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 if TYPE_CHECKING:
     from titanlike.metrics.prometheus import PrometheusEndpoint

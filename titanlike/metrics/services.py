@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from titanlike.distributed.sagemaker import sagemaker_job
 from titanlike.metrics.trackers import BackgroundTracker, Retried, RunInfo, Tracker, Values, tag
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 UPLOAD_INTERVAL = 30.0  # seconds between two uploads of TensorBoard's events
 MAX_EVENT_FILE = 8 * 2**20  # bytes; a larger file is uploaded a last time, and another one is begun

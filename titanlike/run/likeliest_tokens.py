@@ -16,7 +16,7 @@ from titanlike.config import UserError
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceDataset, Sequences
-from titanlike.data.documents.files import hash_of
+from titanlike.data.documents.data_files import hash_of
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.distributed import collectives, process_group
 from titanlike.losses.chunked import Logits

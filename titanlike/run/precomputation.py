@@ -13,7 +13,7 @@ from torch import Tensor
 from titanlike.config import UserError
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
-from titanlike.data.documents.files import local_file, versions_of
+from titanlike.data.documents.data_files import local_file, versions_of
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import tensor_files
 from titanlike.interop.weights import NO_SHARE, HFWeights, open_weights

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from titanlike.config import UserError
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
-from titanlike.data.batches.pairs import PackedPairs
-from titanlike.data.documents.files import hash_of
+from titanlike.data.batches.preference_sequences import PackedPairs
+from titanlike.data.documents.data_files import hash_of
 from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import load_initial
 from titanlike.models.common.lora import disabled_adapters
@@ -26,7 +26,7 @@ from titanlike.run.answers import Places, Reference, answers_of, places_of
 from titanlike.run.loop import loop_settings
 from titanlike.run.precomputation import batches_in_order, version_of_weights, written_once
 from titanlike.run.second_model import build_frozen_model
-from titanlike.utils.files import atomic_writer
+from titanlike.utils.atomic_write import atomic_writer
 from titanlike.utils.system import cache_folder
 
 FORMAT = 1

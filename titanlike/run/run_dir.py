@@ -33,8 +33,8 @@ from titanlike.metrics.hardware import device_name
 from titanlike.models.common.config import TransformerConfig
 from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.hooks import call_hooks
+from titanlike.utils.atomic_write import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
-from titanlike.utils.files import atomic_write_text
 
 
 class RunDirectory:

@@ -13,7 +13,7 @@ from titanlike.interop.export import whole_folder
 from titanlike.interop.hf_parameters import hf_parameters
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.models.common.lora import A, B
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 
 def export_adapter(weights: Weights, folder: Path) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.data.batches.packed_dataset import Sequences
-from titanlike.data.documents.files import hash_of
+from titanlike.data.documents.data_files import hash_of
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from titanlike.data.batches import chats, masked_tokens, pairs, seq2seq, sources
+from titanlike.data.batches import chats, masked_tokens, preference_sequences, seq2seq, sources
 from titanlike.data.batches.sources import Sources
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.dpo import DpoRecipe
@@ -22,5 +22,5 @@ def of(recipe: PretrainRecipe) -> Callable[..., Sources]:
     if isinstance(recipe, MlmRecipe):
         return partial(masked_tokens.open_sources, masking=recipe.mlm, model_vocab_size=recipe.model.vocab_size)
     if isinstance(recipe, DpoRecipe):
-        return pairs.open_sources
+        return preference_sequences.open_sources
     return chats.open_sources if isinstance(recipe, FinetuneRecipe) else sources.open_sources

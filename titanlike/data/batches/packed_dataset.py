@@ -9,7 +9,7 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.shuffle import Mixture, shuffled_epochs
-from titanlike.data.documents.files import hash_of
+from titanlike.data.documents.data_files import hash_of
 from titanlike.data.tokens.arrays import Flags, Numbers, TokenArray
 from titanlike.data.tokens.tokenizer import Separator
 

@@ -10,7 +10,7 @@ from titanlike.config.sections import Data
 from titanlike.data.batches.best_fit import BestFitDataset
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, SequenceDataset, ShuffledMixture
 from titanlike.data.batches.stream import Stream
-from titanlike.data.documents.files import fingerprint_of, hash_of
+from titanlike.data.documents.data_files import fingerprint_of, hash_of
 from titanlike.data.documents.listing import list_files
 from titanlike.data.tokens.cache import fields_of
 from titanlike.data.tokens.datasets import open_training, open_validation, validation_split

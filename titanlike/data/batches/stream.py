@@ -22,7 +22,7 @@ from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.packed_dataset import Position, SequenceBatch
 from titanlike.data.batches.shuffle import Mixture, shuffled
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.readers import BadRecord, Document, Fields, read_documents
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.tokenizer import Tokenizer

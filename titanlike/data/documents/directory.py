@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import is_address
+from titanlike.data.documents.data_files import is_address
 
 
 class DataDirectory:

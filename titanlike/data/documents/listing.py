@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, is_address, local_file
+from titanlike.data.documents.data_files import File, is_address, local_file
 from titanlike.data.documents.records import ARROW, PARQUET
 
 DATASET_DICT, *DATASET_FILES = "dataset_dict.json", "dataset_info.json", "state.json"  # of `datasets.save_to_disk`

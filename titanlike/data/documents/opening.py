@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, import_optional, is_address
+from titanlike.data.documents.data_files import File, import_optional, is_address
 
 BLOCK = 2**20  # bytes read at a time from a compressed or remote file
 

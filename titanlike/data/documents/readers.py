@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.records import KINDS, Span, decode, parse_records
 from titanlike.data.documents.records import BadRecord as BadRecord
 from titanlike.data.documents.records import OnBadRecord as OnBadRecord

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File, import_optional
+from titanlike.data.documents.data_files import File, import_optional
 from titanlike.data.documents.opening import BLOCK, Decompressed, open_file
 
 T = TypeVar("T")

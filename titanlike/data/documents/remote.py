@@ -13,7 +13,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials
-from titanlike.data.documents.files import File, import_optional
+from titanlike.data.documents.data_files import File, import_optional
 
 T = TypeVar("T")
 

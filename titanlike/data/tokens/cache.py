@@ -10,7 +10,7 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data
-from titanlike.data.documents.files import DiskFull, File, convert_write_errors, hash_of, versions_of
+from titanlike.data.documents.data_files import DiskFull, File, convert_write_errors, hash_of, versions_of
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import FORMAT, MANIFEST
 from titanlike.data.tokens.tokenization import Options, check_free_space, finish, tokenize

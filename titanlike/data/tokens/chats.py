@@ -18,14 +18,14 @@ from titanlike.config.base import shown
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Data
 from titanlike.data.documents.conversations import Record, RecordReader, conversation_of, synthetic_conversations
-from titanlike.data.documents.files import File, hash_of, versions_of
+from titanlike.data.documents.data_files import File, hash_of, versions_of
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import BadRecord, read_records
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.cache import cached
 from titanlike.data.tokens.chat_template import ChatTemplate
 from titanlike.data.tokens.tokenizer import Tokenizer
-from titanlike.utils.files import atomic_writer
+from titanlike.utils.atomic_write import atomic_writer
 from titanlike.utils.system import cache_folder
 
 FORMAT = 2

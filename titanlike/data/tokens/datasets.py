@@ -10,7 +10,7 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.documents.files import is_address
+from titanlike.data.documents.data_files import is_address
 from titanlike.data.documents.listing import list_files, stdlib_files
 from titanlike.data.tokens.arrays import InMemoryTokens, TokenArray
 from titanlike.data.tokens.cache import tokenized

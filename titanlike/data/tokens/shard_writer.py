@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.data.tokens.shards import Shard
-from titanlike.utils.files import atomic_writer, write_all
+from titanlike.utils.atomic_write import atomic_writer, write_all
 
 
 class ShardWriter:

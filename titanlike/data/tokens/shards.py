@@ -22,7 +22,7 @@ from titanlike.config import UserError
 from titanlike.config.base import record, validate
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.tokens.arrays import Numbers
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 if TYPE_CHECKING:
     from titanlike.data.tokens.tokenizer import Tokenizer

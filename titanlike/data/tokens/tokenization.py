@@ -15,13 +15,13 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import DiskFull, File, convert_write_errors, is_address
+from titanlike.data.documents.data_files import DiskFull, File, convert_write_errors, is_address
 from titanlike.data.documents.readers import BadRecord, Document, Fields, OnBadRecord, read_chunks
 from titanlike.data.documents.records import KINDS
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
-from titanlike.utils.files import atomic_write_text, fsync_directory
+from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges

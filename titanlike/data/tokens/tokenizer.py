@@ -16,7 +16,7 @@ import tiktoken
 from titanlike.config import UserError
 from titanlike.config.base import nearest, shown
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import import_optional
+from titanlike.data.documents.data_files import import_optional
 from titanlike.data.documents.readers import BadRecord
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.

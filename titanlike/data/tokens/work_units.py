@@ -9,12 +9,12 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from titanlike.data.documents.files import File, convert_write_errors, is_address
+from titanlike.data.documents.data_files import File, convert_write_errors, is_address
 from titanlike.data.documents.opening import open_file
 from titanlike.data.documents.records import LINES, PARQUET, is_array, open_parquet, row_groups
 from titanlike.data.tokens.shards import Shard
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult
-from titanlike.utils.files import atomic_write_text, fsync_directory
+from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
 MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit
 TARGET_COUNT = 256  # work units, for many processes

@@ -110,7 +110,7 @@ def _write(arguments: argparse.Namespace, runs: "Sequence[Run]", *, refresh: flo
     """Writes the files that the command line names. A page reloads itself every `refresh` seconds, unless that is 0."""
     if arguments.html:
         from titanlike.tools.comparison.page import page
-        from titanlike.utils.files import atomic_write_text
+        from titanlike.utils.atomic_write import atomic_write_text
 
         try:
             atomic_write_text(arguments.html, page(runs, refresh=refresh), durable=False)

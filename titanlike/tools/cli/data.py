@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     if arguments.data_command == "inspect":
         data_inspect.run(arguments, overrides)
         return
-    from titanlike.data.documents.files import DiskFull
+    from titanlike.data.documents.data_files import DiskFull
     from titanlike.data.documents.readers import BadRecord, Fields
 
     fields = Fields(arguments.text_field, getattr(arguments, "prompt_field", ""), "--text-field")

@@ -12,7 +12,7 @@ from titanlike.distributed import environment
 from titanlike.tools.arguments import non_negative_int
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 DESCRIPTION = """\
 Writes a recipe for this machine and data, with a comment on each key. The planner chooses the layout. The model is the largest that

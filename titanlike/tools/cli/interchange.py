@@ -9,7 +9,7 @@ from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.recipe.load import dump
 from titanlike.tools.arguments import positive_int
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 EXPORT = """\
 Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import File
+from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import File, convert_write_errors
+from titanlike.data.documents.data_files import File, convert_write_errors
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, check_free_space, finish
@@ -30,8 +30,8 @@ from titanlike.tools.data.quality.report import REASONS
 from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
+from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 from titanlike.utils.file_lock import FileLock, LockHeld
-from titanlike.utils.files import atomic_write_text, fsync_directory
 
 PLAN = "plan.json"
 FORMAT = 1

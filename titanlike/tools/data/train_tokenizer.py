@@ -9,11 +9,11 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.files import File, convert_write_errors, import_optional
+from titanlike.data.documents.data_files import File, convert_write_errors, import_optional
 from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
 from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
 from titanlike.tools.data.inputs import list_inputs
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 MIN_VOCAB_SIZE = 256 + 2  # a token for each byte, and the special tokens

@@ -11,7 +11,7 @@ from titanlike.config.shipped import train_command
 from titanlike.recipe.load import is_torchtitan, parse
 from titanlike.tools.migration import hugging_face, megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt", "")
 

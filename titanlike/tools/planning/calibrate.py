@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from titanlike.config import UserError
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.utils import system
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from titanlike.tools.planning.plan import Plan, available_memory, least_seconds,
 from titanlike.tools.planning.ranges import range_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 MAX_CONTEXT = 64
 MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication

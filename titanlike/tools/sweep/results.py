@@ -12,7 +12,7 @@ from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.recipe.load import parse_value
 from titanlike.tools.sweep.config import Sweep, SweepPlan, as_text, recipe_text
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 RESULTS = "sweep.json"
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 420, 28, 260  # pixels

@@ -15,8 +15,8 @@ from titanlike.tools.sweep.config import SweepPlan, recipe_text
 from titanlike.tools.sweep.processes import STOPPED, Run, read_records, slots, start_run, values_of
 from titanlike.tools.sweep.results import Trial, settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
+from titanlike.utils.atomic_write import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
-from titanlike.utils.files import atomic_write_text
 from titanlike.utils.live_line import LiveLine
 
 POLL_INTERVAL = 0.25  # seconds

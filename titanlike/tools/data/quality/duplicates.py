@@ -24,7 +24,7 @@ from titanlike.tools.data.quality.minhash import band_keys, signatures_of
 from titanlike.tools.data.quality.options import Job
 from titanlike.tools.data.quality.report import CODES, NUM_EXAMPLES, REASON_OF, Tallies, Verdicts, tallies_to_json
 from titanlike.tools.data.quality.runs import merge, write_run
-from titanlike.utils.files import atomic_write_text, atomic_writer, fsync_directory, write_all
+from titanlike.utils.atomic_write import atomic_write_text, atomic_writer, fsync_directory, write_all
 
 RESULT, EXACT, BANDS, PARENTS, VERDICTS = (
     f"{kind}-{{:05d}}" for kind in ("documents", "exact", "bands", "parents", "verdicts")

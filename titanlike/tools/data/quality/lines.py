@@ -16,7 +16,7 @@ from titanlike.tools.data.quality.hashing import Hashes, lines_of
 from titanlike.tools.data.quality.options import Job
 from titanlike.tools.data.quality.report import Verdicts
 from titanlike.tools.data.quality.runs import is_complete, merge, write_run
-from titanlike.utils.files import atomic_writer, fsync_directory, write_all
+from titanlike.utils.atomic_write import atomic_writer, fsync_directory, write_all
 
 COUNTED, REPEATED = "lines-{:05d}", "repeated-lines"
 MAX_REMOVED = 0.5  # of a document's visible bytes that are in such lines; a document with more is removed

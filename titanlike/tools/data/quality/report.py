@@ -12,7 +12,7 @@ import numpy.typing as npt
 from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.data.documents.directory import DataDirectory
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 REPORT = "report.json"
 FORMAT = 1

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.tools.data.quality.hashing import Hashes
-from titanlike.utils.files import atomic_writer, write_all
+from titanlike.utils.atomic_write import atomic_writer, write_all
 
 MAX_RECORDS = 2**21  # of a part: about 100 MiB while it is merged
 

@@ -20,7 +20,7 @@ from titanlike.tools.data.quality.report import (
 )
 from titanlike.tools.data.quality.runs import is_complete, merge, write_run
 from titanlike.tools.data.quality.tokenizing import CHANGED, CLEANED, KEPT, READ, KeptDocuments
-from titanlike.utils.files import atomic_write_text
+from titanlike.utils.atomic_write import atomic_write_text
 
 COPIES, TALLIES = "copies-{:05d}", "tallies-{:05d}.json"
 

@@ -14,7 +14,7 @@ from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.chats import TokenizedChats
-from titanlike.data.tokens.pairs import open_preferences
+from titanlike.data.tokens.preference_tokens import open_preferences
 from titanlike.data.tokens.tokenizer import Tokenizer
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from titanlike.config.dpo import PreferenceData
-from titanlike.data.documents.pairs import PreferencePair, preference_pair_of, synthetic_pairs
+from titanlike.data.documents.preference_pairs import PreferencePair, preference_pair_of, synthetic_pairs
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.chat_template import ChatTemplate
