@@ -24,11 +24,11 @@ class Distillation:
     """Divides the logits of both models before the KL divergence, which is multiplied by its square: the gradients keep their
     size. Values above 1 give more weight to unlikely tokens."""
     label_weight: Fraction = 0.5
-    """Weight of the cross-entropy of the labels in the loss. That of the KL divergence is 1 - `label_weight`."""
+    """Weight of the cross-entropy of the labels in the loss. The KL divergence has the weight 1 - `label_weight`."""
     top_k: NonNegative = 0
     """Keep the log-probabilities of the teacher's `top_k` likeliest tokens, and of all others together, in `data.cache`: the
     teacher computes them once, for all sequences of the data, before the first step, and is not loaded again. The KL divergence is
-    then that of these `top_k` + 1 events. 0: the teacher computes in each step, and the divergence is that of the vocabulary."""
+    then over these `top_k` + 1 events. 0: the teacher computes in each step, and the divergence is over the vocabulary."""
 
     @property
     def weights(self) -> tuple[float, float]:

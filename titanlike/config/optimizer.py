@@ -31,7 +31,7 @@ class OptimizerGroup:
     lr_scale: PositiveFloat = 1.0
     """Factor of the learning rate."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay coefficient. Default: that of `[optimizer]` for matrices, 0 for norms and biases."""
+    """Weight decay coefficient. Default: `optimizer.weight_decay` for matrices, 0 for norms and biases."""
 
 
 HAS_MUON = only_if(
@@ -57,7 +57,7 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay coefficient. 0 disables it."""
     state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
-    """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
+    """Precision of Adam's moments. `full`: as the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
     2 bytes, quantized in blocks that share a scale, of matrices whose rows are a multiple of 64 elements; 8 bytes of others."""
     stochastic_rounding: Annotated[bool, only_with("training.master_dtype", "bfloat16")] = False
     """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
@@ -67,7 +67,7 @@ class Optimizer:
     muon_momentum: Annotated[Share, HAS_MUON] = 0.95
     """Decay rate of Muon's momentum."""
     muon_lr_scaling: Annotated[Literal["rms", "spectral"], HAS_MUON] = "rms"
-    """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
+    """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as with AdamW,
     so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
 
     muon_qk_clip: Annotated[NonNegativeFloat, HAS_MUON] = 0.0

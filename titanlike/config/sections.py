@@ -255,7 +255,7 @@ class Training:
     the result."""
     batch_ramp: tuple[tuple[Positive, Positive], ...] = ()
     """Batch-size ramp: pairs of a number of steps and the sequences of each of them. `[[100, 8], [50, 16]]` trains 100 steps with
-    8 sequences, then 50 with 16, and the others with `global_batch_size`. The sequences and their order are those of a run
+    8 sequences, then 50 with 16, and the others with `global_batch_size`. The sequences and their order are the same as
     without it; `schedule` and all intervals count steps. Every size must be a multiple of the micro-batches of all ranks."""
     local_batch_size: Positive = 4
     """Maximum number of sequences of a rank in one forward pass (the micro-batch size). Use the largest that fits in memory;
@@ -273,8 +273,8 @@ class Training:
     """Precision of the weights that the optimizer keeps and updates. Set `optimizer.stochastic_rounding` with `bfloat16`, which
     rounds away steps that are small beside a weight. The bias that balances experts is in float32."""
     reduce_dtype: DType = "float32"
-    """Precision of gradient reduction across ranks, and of what is accumulated before it: the micro-batches of a pipeline, and
-    those of replicas. `bfloat16` halves the traffic. A rank that shares its parameters with no other one accumulates in
+    """Precision of gradient reduction across ranks, and of what is accumulated before it: the micro-batches of a pipeline and
+    of replicas. `bfloat16` halves the traffic. A rank that shares its parameters with no other one accumulates in
     `master_dtype`."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls (`torch.set_float32_matmul_precision`). `high` enables TF32 on GPUs, `medium` enables

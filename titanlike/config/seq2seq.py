@@ -43,8 +43,8 @@ class Seq2Seq:
     mean_noise_span_length: Annotated[float, Field(ge=1.0, le=1000.0), CORRUPTS_SPANS] = 3.0
     """Mean number of consecutive tokens that one sentinel replaces. Not used for pairs."""
     target_len: Annotated[NonNegative, HAS_PAIRS] = 0
-    """Maximum number of tokens of the target of a pair, with EOS; that of the input is `training.seq_len`. Longer texts are
-    truncated. Default: `training.seq_len`. Those of span corruption follow from `noise_density`."""
+    """Maximum number of tokens of the target of a pair, with EOS; of the input, it is `training.seq_len`. Longer texts are
+    truncated. Default: `training.seq_len`. Targets of span corruption follow from `noise_density`."""
     source_prefix: Annotated[str, HAS_PAIRS] = ""
     """Text before the input of each pair, such as `summarize: `. Default: none."""
 

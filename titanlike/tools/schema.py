@@ -50,7 +50,7 @@ def markdown(programs: Mapping[str, type]) -> str:
             "",
             "## `[teacher]`",
             "",
-            "Architecture of the teacher, for `distill`. Its keys are those of `[model]`.",
+            "Architecture of the teacher, for `distill`. It has the keys of `[model]`.",
         ]
     return "\n".join(lines) + "\n"
 

@@ -223,7 +223,7 @@ class DeepseekConfig(MoeConfig):
 
 @section
 class DeepseekV2Config(DeepseekConfig):
-    """DeepSeek-V2: softmax scores, which are not normalized; the score of a group of experts is that of its best one."""
+    """DeepSeek-V2: softmax scores, which are not normalized; a group of experts has the score of its best one."""
 
     name: Literal["deepseek_v2"] = "deepseek_v2"
     """Architecture. It decides which keys this section has."""

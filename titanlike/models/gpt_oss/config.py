@@ -26,7 +26,7 @@ GPT_OSS_SIZES: dict[str, dict[str, Any]] = {
 @section
 class GptOssConfig(MoeConfig):
     """GPT-OSS: each head has an attention sink, a logit in the denominator of its softmax. Blocks 0, 2, 4, ... have
-    sliding-window attention. All linear layers of a block have biases, those of the experts too."""
+    sliding-window attention. All linear layers of a block have biases, also in the experts."""
 
     name: Literal["gpt_oss"] = "gpt_oss"
     """Architecture. It decides which keys this section has."""

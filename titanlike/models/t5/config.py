@@ -32,7 +32,7 @@ class T5Config(TransformerConfig):
     dim: Positive = 192
     """Model dimension: the width of the residual stream."""
     num_layers: NumLayers = 4
-    """Number of transformer blocks: those of the encoder, followed by those of the decoder."""
+    """Number of transformer blocks: the encoder's, followed by the decoder's."""
     num_encoder_layers: Positive = 2
     """Number of the blocks that are the encoder's. The others are the decoder's."""
     num_heads: Positive = 4
