@@ -110,7 +110,7 @@ def build(mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer, EMA]:
 
 
 def main() -> float:
-    """Returns the largest difference of an average, a weight or the loss of the average from those of one process."""
+    """Returns the largest difference of an average, a weight or the loss of the average from one process."""
     torch.manual_seed(0)
     expected_model = Transformer()
     expected = AveragedModel(copy.deepcopy(expected_model), multi_avg_fn=get_ema_multi_avg_fn(DECAY))

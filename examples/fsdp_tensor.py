@@ -81,7 +81,7 @@ def train(model: nn.Module, rank: int, num_ranks: int, steps: int = STEPS) -> li
 
 
 def main() -> float:
-    """Returns the largest difference of a step's loss from that of one process."""
+    """Returns the largest difference of a step's loss from the loss of one process."""
     tensor = 2 if dist.get_world_size() % 2 == 0 else 1
     mesh = build_mesh("cpu", shard=dist.get_world_size() // tensor, tensor=tensor)
     torch.manual_seed(0)  # all ranks build the same model

@@ -60,7 +60,7 @@ def train(model: nn.Module, rank: int, num_ranks: int) -> Tensor:
 
 
 def main() -> float:
-    """Returns the largest difference of a step's loss from that of one process."""
+    """Returns the largest difference of a step's loss from the loss of one process."""
     mesh = build_mesh("cpu", shard=dist.get_world_size())
     torch.manual_seed(0)
     model = Transformer()

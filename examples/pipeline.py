@@ -49,7 +49,7 @@ class MicroBatch:
 
 
 def main(schedule: str = "1f1b") -> float:
-    """Returns the largest difference of a step's loss from that of one process."""
+    """Returns the largest difference of a step's loss from the loss of one process."""
     mesh = build_mesh("cpu", pipeline=2, shard=dist.get_world_size() // 2)
     torch.manual_seed(0)
     reference: Any = Decoder()

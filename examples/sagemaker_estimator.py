@@ -112,8 +112,8 @@ def trainer(role: str, bucket: str, session: Any = None) -> Any:
 
 
 def trainer_tuner(role: str, bucket: str, session: Any = None) -> Any:
-    """Returns a tuner of SDK v3. Its jobs are started by the image's toolkit, as those of SDK v2, which these hyperparameters tell
-    to use torchrun."""
+    """Returns a tuner of SDK v3. As with SDK v2, the image's toolkit starts its jobs; these hyperparameters tell it to use
+    torchrun."""
     from sagemaker.core.parameter import CategoricalParameter, ContinuousParameter
     from sagemaker.train.tuner import HyperparameterTuner
 

@@ -93,7 +93,7 @@ def test_clocks_within_the_uncertainty_agree() -> None:
     assert texts((0.5, 0.45)) == ["2 nodes agree within 950 ms"]
     assert texts((0.5, 0.01), (0.0, 0.01)) == ["node 1 (host-1) is 0.5 s ahead of node 0 (host-0)"]
     # The clock of node 0 is wrong.
-    text = "the clocks of 3 of 4 nodes differ from that of node 0 (host-0) by 9 to 9.01 s"
+    text = "the clocks of 3 of 4 nodes differ from the clock of node 0 (host-0) by 9 to 9.01 s"
     assert texts((9.0, 0.01), (9.01, 0.01), (9.0, 0.01)) == [text]
 
 

@@ -315,7 +315,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> N
 
 def test_a_run_with_a_reference_model_starts_from_checkpoint_initial(tmp_path: Path) -> None:
     source = save(tmp_path / "step-3", torchtitan_state(LLAMA))
-    with pytest.raises(UserError, match=r"the reference model is that of checkpoint.initial"):
+    with pytest.raises(UserError, match=r"the reference model is checkpoint.initial"):
         import_checkpoint(source, DpoRecipe(model=LLAMA))
 
 

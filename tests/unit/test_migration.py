@@ -467,7 +467,7 @@ def test_plans_of_files_of_other_programs(cli: Cli, tmp_path: Path) -> None:
     assert theirs != speed("--program=torchtitan")[0]  # what the job has otherwise: its loss is not compiled
     job.write_text(JOB)
     text = cli("plan", job, "--gpus=8,16", "--quick", "--json").err
-    assert "the batch is that of 8 GPUs; --scaling weak" in text
+    assert "the batch is for 8 GPUs; --scaling weak" in text
     search = cli("plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml", code=2)
     assert "first `titanlike import" in search.err
     assert 'command line: training.steps = "x"' in cli("plan", job, "--gpus=8", "--training.steps=x", code=2).err

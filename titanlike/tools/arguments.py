@@ -74,7 +74,7 @@ def parse_tolerance(text: str, defaults: Mapping[str, float]) -> dict[str, float
 
 
 def parse_mesh(layout: str) -> dict[str, int]:
-    """Returns the dimensions of a mesh in their order, outermost first: those of "shard=2,tensor=2"."""
+    """Returns the dimensions of a mesh in their order, outermost first, from "shard=2,tensor=2"."""
     sizes: dict[str, int] = {}
     for item in filter(None, (each.strip() for each in layout.split(","))):
         name, _, size = item.partition("=")

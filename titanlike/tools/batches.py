@@ -8,7 +8,7 @@ Batches = dict[tuple[str, int], Counter[str]]
 
 
 def read_batches(folder: Path) -> Batches:
-    """Reads the records of all ranks. Ranks that share a batch, such as those of tensor parallelism, count once."""
+    """Reads the records of all ranks. Ranks that share a batch, such as tensor-parallel ranks, count once."""
     lines = {(file.name.partition(".")[0], line) for file in folder.iterdir() for line in file.read_text().splitlines()}
     batches: Batches = {}
     for kind, line in lines:

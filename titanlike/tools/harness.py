@@ -42,12 +42,12 @@ class TitanlikeLM(LM):
         max_batch_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Loads the model. The arguments are those of `--model_args`; the harness adds its options `--device` and `--batch_size`.
+        """Loads the model. The arguments come from `--model_args`; the harness adds its options `--device` and `--batch_size`.
 
         Args:
             path: as for `titanlike evaluate`.
             dtype: `float32` or `bfloat16`. Default: bfloat16 on a GPU.
-            max_length: context length. Default: that of the model.
+            max_length: context length. Default: the model's.
             max_gen_toks: number of tokens to generate, for tasks that do not set it.
         """
         super().__init__()

@@ -37,7 +37,7 @@ OTHER_NETWORK = "; if this cluster has another network, describe it in a file fo
 
 @dataclass(frozen=True)
 class Clock:
-    """How far the clock of a node is ahead of that of node 0, in seconds, and the uncertainty."""
+    """How far the clock of a node is ahead of node 0's, in seconds, and the uncertainty."""
 
     ahead: float
     uncertainty: float
@@ -100,7 +100,7 @@ def compare_clocks(found: Sequence[Clock], nodes: Sequence[str]) -> Iterator[Fin
     """Names the nodes whose clocks are surely wrong. One node has no finding."""
     is_wrong = [abs(clock.ahead) - clock.uncertainty > MAX_SKEW for clock in found]
     if 2 * sum(is_wrong) > len(found):  # node 0 itself is wrong, or all are
-        text = f"the clocks of {sum(is_wrong)} of {len(found)} nodes differ from that of {nodes[0]} by"
+        text = f"the clocks of {sum(is_wrong)} of {len(found)} nodes differ from the clock of {nodes[0]} by"
         times = [abs(clock.ahead) for clock, wrong in zip(found, is_wrong, strict=True) if wrong]
         yield Finding("warning", "clocks", f"{text} {min(times):.3g} to {max(times):.3g} s", CLOCK_REMEDY)
         return
@@ -177,7 +177,7 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def _speeds(timer: Timer, partition: Sequence[Sequence[int]], ranks_per_node: int) -> list[float]:
-    """Returns the bandwidth of the groups in GB/s: for each node, or each `ranks_per_node` ranks, that of the slowest rank. A group
+    """Returns the bandwidth of the groups in GB/s: for each node, or each `ranks_per_node` ranks, of the slowest rank. A group
     of one rank has none, and counts as 0."""
     group = process_group.subgroup(partition)
     speed = 0.0

@@ -41,7 +41,7 @@ def recipe_types() -> dict[str, type[PretrainRecipe]]:
 def load_known(
     path: Path, overrides: Mapping[str, str], on_ignored: Callable[[str], None] = lambda line: None
 ) -> PretrainRecipe:
-    """Loads a recipe of any program, with the sections that the shipped recipes have, too. `on_ignored` is that of `load`."""
+    """Loads a recipe of any program, with the sections that the shipped recipes have, too. For `on_ignored`, see `load`."""
     values = dict(overrides)
     program = program_of(path, values.pop("program", None))
     if program in SHIPPED:

@@ -179,6 +179,6 @@ def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int
 
 
 def _changed_keys(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a section of the recipe that differ from those of `section`."""
+    """Returns the keys of a section of the recipe that differ from `section`."""
     wanted = json.loads(json.dumps(asdict(section)))
     return {f"{name}.{key}": value for key, value in wanted.items() if values.get(name, {}).get(key, value) != value}

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     text = "only compare the clocks of the nodes and measure the links between all GPUs, in one process per GPU"
     parser.add_argument("--network", action="store_true", help=text)
-    text = "with --network: hardware whose bandwidth is expected (default: that of the data sheet of the GPUs)"
+    text = "with --network: hardware whose bandwidth is expected (default: the data sheet of the GPUs)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)
 
 

@@ -27,7 +27,7 @@ weights over them, unless --tensor, --pipeline or --context say otherwise. The l
   titanlike evaluate runs/NAME --data heldout.txt --task hellaswag_val.jsonl
   NPROC=8 titanlike evaluate llama/ --tensor 2 --task arc.jsonl --task piqa.jsonl --json"""
 
-MAX_SEQ_LEN = 2048  # of text, where the checkpoint does not record that of the training
+MAX_SEQ_LEN = 2048  # of text, where the checkpoint does not record the training's
 
 
 def add(commands: Any) -> None:
@@ -45,9 +45,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--task", action="append", default=[], metavar="FILE", help=text)
     text = "items of each task, and sequences of --data, from the first (default: all)"
     parser.add_argument("--limit", type=non_negative_int, default=0, metavar="N", help=text)
-    text = "length of the sequences of --data (default: that of the training, or 2048)"
+    text = "length of the sequences of --data (default: as in training, or 2048)"
     parser.add_argument("--seq-len", type=positive_int, metavar="N", help=text)
-    text = "field of a record that has its text (default: that of the training, or text)"
+    text = "field of a record that has its text (default: as in training, or text)"
     parser.add_argument("--text-field", metavar="NAME", help=text)
     parser.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="sequences at a time (8)")
     for name in ("tensor", "pipeline", "context"):

@@ -153,7 +153,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
 
 
 class _Printer:
-    """Prints the text of a single prompt as it is generated, and that of several prompts in their order."""
+    """Prints the text of a single prompt as it is generated, and the texts of several prompts in their order."""
 
     def __init__(self, prompts: list[str], between: str, *, is_json: bool) -> None:
         """`between` is printed after a prompt, before the text."""

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     )
     text = "text, or a folder of token shards (default: Python's standard library on a CPU, data/train on GPUs)"
     parser.add_argument("--data", default="", metavar="PATH", help=text)
-    text = "number of GPUs; 0 trains on the CPU (default: those of this machine)"
+    text = "number of GPUs; 0 trains on the CPU (default: all of this machine)"
     parser.add_argument("--gpus", type=non_negative_int, metavar="N", help=text)
     text = f"hardware to plan for (default: the GPUs of this machine if they are known, otherwise {DEFAULT_HARDWARE})"
     parser.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)

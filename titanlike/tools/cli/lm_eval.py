@@ -12,7 +12,7 @@ from titanlike.distributed import environment
 def add(commands: Any) -> None:
     """Adds `lm_eval` to the commands of `titanlike`."""
     text = "run lm-evaluation-harness with --model titanlike --model_args path=RUN|CHECKPOINT|FOLDER"
-    # All options, --help too, are those of the harness: no word that begins with - is an option of this parser.
+    # All options, --help too, belong to the harness: no word that begins with - is an option of this parser.
     parser = commands.add_parser("lm_eval", help=text, add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of lm_eval; --help lists them")
 

@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs the command named on the command line."""
     system.exit_on_interrupt()
-    if sys.argv[1:2] == ["train"]:  # its arguments are those of the recipe's program
+    if sys.argv[1:2] == ["train"]:  # its arguments belong to the recipe's program
         trainer.main(sys.argv[2:])
     parser = build_parser()
     if not sys.argv[1:]:

@@ -207,7 +207,7 @@ def _print_converted(job: "Conversion", program: str, counts: list[int]) -> None
     lines = job.summary()
     if job.batch_grows and len(counts) > 1:
         lines.append(
-            f"the batch is that of {counts[0]} GPUs; --scaling weak makes it proportional to them, as the other program does"
+            f"the batch is for {counts[0]} GPUs; --scaling weak makes it proportional to them, as the other program does"
         )
     other = "; --program titanlike plans this toolkit's run of it" if program != "titanlike" else ""
     print("\n".join([*lines, f"planned as a run of {program}{other}\n"]), file=sys.stderr)

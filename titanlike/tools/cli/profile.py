@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     text = "recipe, whose keys --section.key=value overrides; or the directory of a run with traces"
     parser.add_argument("path", type=recipe_path, metavar="RECIPE|RUN", help=text)
     parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace (default: 0)")
-    text = "hardware of the plan: a name or a file (default: that of the GPU; on a CPU, no plan)"
+    text = "hardware of the plan: a name or a file (default: the GPU's; on a CPU, no plan)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)
     text = "directory for the new run (default: runs/profile-RECIPE-TIME)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)

@@ -26,7 +26,7 @@ A module of your own: FILE.py defines
   parallelize(model, mesh)          applies the plan; not required for a transformers model with a tp_plan
 
 and, where the defaults do not fit, shard_batch(batch, mesh), loss(model, batch), backward(model, batch), clip(model),
-optimizer(model) and after_step(model, optimizer, step). The names in --layout are those of the mesh. Compares initial weights,
+optimizer(model) and after_step(model, optimizer, step). --layout names dimensions of the mesh. Compares initial weights,
 outputs, loss, gradients, their norm, weights, optimizer state, buffers and dropout masks, and says what is wrong first, by what
 factor, and what usually causes that. See docs/verify.md.
 

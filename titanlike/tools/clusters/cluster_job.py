@@ -14,7 +14,7 @@ from titanlike.run.start import name_of, program_of
 from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_program
 
 MIN_GRACE = 60  # seconds
-EXIT_MARGIN = 30  # seconds between the end of the processes and that of the job
+EXIT_MARGIN = 30  # seconds between the end of the processes and the end of the job
 STOPPED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}  # exit codes of the launcher after a graceful stop
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}  # of the scheme of a URL
 USER_ERROR = 2  # exit code that a restart would repeat

@@ -31,7 +31,7 @@ def job_set(job: ClusterJob, image: str, claim: str, secret: str) -> list[Manife
 
 
 def train_job(job: ClusterJob, image: str, claim: str, secret: str) -> list[Manifest]:
-    """Returns the manifests of a TrainJob with a training runtime of its own. The arguments are those of `job_set`."""
+    """Returns the manifests of a TrainJob with a training runtime of its own. The arguments are the same as for `job_set`."""
     version = "trainer.kubeflow.org/v1alpha1"
     spec = _spec(job, image, claim, secret)
     spec["replicatedJobs"][0]["template"]["metadata"] = {"labels": STEP_LABEL}

@@ -16,7 +16,7 @@ PYTHON_VERSION = "3.12"
 RUN_FOLDER = PurePosixPath("/tmp/titanlike")
 
 SETUP = """\
-# torch.compile needs a C++ compiler, and a Python with its headers, which that of uv has.
+# torch.compile needs a C++ compiler, and a Python with its headers, which uv's has.
 command -v g++ > /dev/null || {{ sudo apt-get update && sudo apt-get install --yes --no-install-recommends g++; }}
 [ -x {python} ] || uv venv --python-preference only-managed --python {version} {folder}
 uv pip install --python {python} {wheel}

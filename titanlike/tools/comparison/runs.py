@@ -23,7 +23,7 @@ TOTAL_BUCKETS = 12_000  # per metric, of all runs: a page of 20 runs stays below
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has reached. None is unknown or not finite. Throughput is that of all devices together."""
+    """What a run has reached. None is unknown or not finite. Throughput is of all devices together."""
 
     state: str
     """`running`, `complete`, `stopped`, or `unknown` without a recipe."""
@@ -86,7 +86,7 @@ def find(arguments: Sequence[Path]) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run."""
+    """Whether a directory is a run directory."""
     return any((path / name).is_file() for name in (METRICS, RECIPE))
 
 

@@ -87,7 +87,7 @@ class _TextSampler:
         unread = sum(file.size for file in self._files)
         for file in self._files:
             # A share of what is left of the limit, so that the next files get what a shorter text does not use. The size of a
-            # compressed file is not that of its text, and a web server may not tell it.
+            # compressed file is not the size of its text, and a web server may not tell it.
             end = self.size + int((self._limit - self.size) * (file.size / unread if file.size else 1))
             unread -= file.size
             for chunk in read_chunks(file, self._fields, bad=self._count_bad_record if self._skip else None):

@@ -122,7 +122,7 @@ class CachedAttention(nn.Module):
         return self.attend(q, keys, values, sinks)
 
     def append(self, mask: Mask | None, *new: Tensor) -> list[Tensor]:
-        """Adds tensors of the new tokens (B, K, T, E) to the cache. Returns those of all tokens."""
+        """Adds tensors of the new tokens (B, K, T, E) to the cache. Returns the tensors of all tokens."""
         first, self.length = self.length, self.length + new[0].shape[2]
         self._check(new[0], mask)
         if self.cache is None:  # of this rank's heads

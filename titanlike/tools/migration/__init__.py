@@ -1,1 +1,1 @@
-"""What users bring from other programs: job configs become recipes, and checkpoints those of a run."""
+"""What users bring from other programs: job configs become recipes, and checkpoints become a run's."""

@@ -118,7 +118,7 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
         )
     if reference_of(recipe):
         raise UserError(
-            "program = 'dpo': the reference model is that of checkpoint.initial; import with a recipe of pretrain or finetune, and "
+            "program = 'dpo': the reference model is checkpoint.initial; import with a recipe of pretrain or finetune, and "
             "set that key to its run"
         )
     run = RunDirectory(recipe)
@@ -174,7 +174,7 @@ def _write(
         Path(run.checkpoints).mkdir(parents=True, exist_ok=True)
     store.begin(step, size)
     seed_generators(run.recipe.run.seed)
-    states = json.dumps(generator_states())  # those of a new run
+    states = json.dumps(generator_states())  # of a new run
     digests = {}
     for number, names in enumerate(files_of(specs, SHARD_SIZE)):  # ranks verify them together
         ranges = {target: [list(specs[target].shape), [0] * specs[target].dim()] for target in names}
@@ -270,7 +270,7 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
         add(state, part.key, part.key, f"model.{parameter}", part)
     note = ""
     if missing := [p for p in parts for kind in (*MOMENTS, "step") if f"optimizer.{p}.{kind}" not in entries]:
-        note = f"; without optimizer state, because that of {missing[0]} is not AdamW's"
+        note = f"; without optimizer state, because the state of {missing[0]} is not AdamW's"
     else:
         optimizer: dict[str, Any] = {}
         section = validate(Optimizer, recipe["optimizer"])

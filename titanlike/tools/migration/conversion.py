@@ -159,7 +159,7 @@ class Conversion:
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Removes the keys that have no effect beside the others, as those of a checkpoint in a job that saves none."""
+        """Removes the keys that have no effect beside the others, as checkpoint keys in a job that saves none."""
         try:
             kept = effective(PretrainRecipe, self.tables)
         except ValidationError:  # explained where the recipe is loaded
@@ -190,7 +190,7 @@ class Conversion:
                 section = line.strip("[]")
             comment = self.comments.get(f"{section}.{line.partition(' = ')[0]}", "")
             lines.append(f"{line.ljust(WIDTH)} # {comment}" if comment else line)
-        # Names in comments are those of the file.
+        # Names in comments come from the file.
         return "\n".join(map(printable, lines)) + "\n"
 
     def summary(self) -> list[str]:

@@ -22,7 +22,7 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
     """Returns the recipe of a script that starts Megatron-LM, or of its command line; None if there is none in the text.
 
     Args:
-        num_gpus: of the job. Default: that of the launcher's options in the script.
+        num_gpus: of the job. Default: from the launcher's options in the script.
     """
     try:
         script = read_script(text)
@@ -249,7 +249,7 @@ def _data_parallel(job: Conversion, data_ranks: int, expert: int) -> None:
     if not data_ranks:
         raise UserError(
             f"{job.source}: without --use-distributed-optimizer each data-parallel rank has a replica, and their number is "
-            "that of the GPUs "
+            "the number of GPUs "
             "divided by the other dimensions; give the number of GPUs of the job, such as --gpus 8"
         )
     job.set(

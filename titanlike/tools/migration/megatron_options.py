@@ -1,6 +1,6 @@
 """Options of Megatron-LM's pretrain_gpt.py: their defaults, and why some have no counterpart. `megatron.py` reads it.
 
-The options are those of Megatron-LM 2.5 to core 0.19 that pre-training of language models has.
+The options are for pre-training of language models, in Megatron-LM 2.5 to core 0.19.
 """
 
 from titanlike.tools.migration.conversion import Key

@@ -80,7 +80,7 @@ def set_schedule(job: Conversion, steps: int) -> None:
 
 
 def _compare_schedule(job: Conversion, section: Schedule, steps: int, theirs: MegatronSchedule) -> None:
-    """Notes how far the learning rate is from that of Megatron-LM at most."""
+    """Notes how far the learning rate is from Megatron-LM's at most."""
     from titanlike.optim.schedule import learning_rate  # imports torch
 
     sampled = range(1, steps + 1, -(-steps // MAX_COMPARED))

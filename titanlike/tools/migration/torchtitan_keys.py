@@ -7,7 +7,7 @@ OPTIONAL_TEXT, OPTIONAL_INT = (str,), (int,)
 LOGS = "the run directory has all files of a run"
 CODE = "code of your own: copy a program and change it (docs/copy.md)"
 ALWAYS = "always on here"
-TIMEOUT = "of one collective; run.hang_timeout is that of a whole step"
+TIMEOUT = "of one collective; run.hang_timeout is for a whole step"
 FT = "torchft; MAX_RESTARTS=n restarts a job from its newest checkpoint"
 ESTIMATE = "`titanlike plan` computes memory"
 DEBUG = "for debugging torchtitan"

@@ -11,7 +11,7 @@ from titanlike.tools.migration.conversion import Conversion
 SOURCE_C4 = "hf://datasets/allenai/c4/en/c4-train.*.json.gz"
 VALIDATION_C4 = "hf://datasets/allenai/c4/en/c4-validation.*.json.gz"
 LLAMA3_VOCABULARY = 128256
-# torchtitan 0.1 takes the vocabulary of the tokenizer. That of the file in its tests has 2,000 tokens and 256 special ones.
+# torchtitan 0.1 takes the vocabulary of the tokenizer. The file in its tests has 2,000 tokens and 256 special ones.
 TEST_TOKENIZER, TEST_VOCABULARY = "test_tiktoken.model", 2256
 
 LLAMA3: dict[str, dict[str, Any]] = {
@@ -80,9 +80,7 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
             del fields["rope_scaling"]
         is_test = str(job["model.tokenizer_path"]).endswith(TEST_TOKENIZER)
         fields["vocab_size"] = TEST_VOCABULARY if is_test else LLAMA3_VOCABULARY
-        comments["vocab_size"] = "that of the tokenizer in torchtitan 0.1" + (
-            "" if is_test else ": Llama 3's is assumed"
-        )
+        comments["vocab_size"] = "the tokenizer's in torchtitan 0.1" + ("" if is_test else ": Llama 3's is assumed")
     published = config_class(family).sizes.get(fields.get("size", ""), {})
     longest = published.get("max_seq_len", config_class(family).__dataclass_fields__["max_seq_len"].default)  # type: ignore[attr-defined]
     if job["training.seq_len"] > longest:

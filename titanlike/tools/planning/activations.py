@@ -76,13 +76,13 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     # The inputs of attention and feed-forward, and what they compute.
     kept = 2 * norm_input + norms + queries + keys + values + attention + intermediates + sequence + copies + qk_norm
     if latent_matrices(model):
-        # The latent vectors and the norms of them, and the keys without positions, which are copied to those of all channels.
+        # The latent vectors and the norms of them, and the keys without positions, which are copied to keys of all channels.
         latents = [matrices[name][1] for name in latent_matrices(model) if name in matrices]
         kept += element * (2 * sum(latents) + (matrices["attention.wkv_b"][0] - values * tensor / element) / tensor)
     kept += 2 * norm_input if has_post_norms(model) else 0.0
     selective = stream + attention + _every_second_product(job, index)
     if job.has_cross_attention(index):
-        # Its keys and values are those of the tokens of the encoder.
+        # Its keys and values come from the tokens of the encoder.
         kept += norm_input + norms / 2 + queries + attention + (keys + values) * job.tokens / job.decoder_tokens
         selective += attention
         gathered *= 1.5
@@ -101,7 +101,7 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     if compiled and has_post_norms(model):  # recomputes the products, which their gradients then overwrite
         backward = ffn
     if model.is_encoder_decoder:
-        # Gradients of the biases, for each sequence by itself, and of queries, keys and values, after those of the feed-forward.
+        # Gradients of the biases, for each sequence by itself, and of queries, keys and values, after the feed-forward.
         biases = element * model.num_heads / tensor * job.tokens_of(index) / job.sequences
         backward = max(backward, biases + queries + keys + values - intermediates)
     if isinstance(model, MoeConfig):
@@ -113,7 +113,7 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         forward = max(forward, routed.forward)
         backward = max(backward, routed.backward) if model.num_shared_experts else routed.backward
         early = routed.early
-        if model.num_shared_experts:  # their output waits for that of the others
+        if model.num_shared_experts:  # their output waits for the others'
             forward, early = forward + stream, early + stream
     budget = job.recipe.activation_checkpoint
     saved = {

@@ -57,7 +57,7 @@ def calibrate(
     """Measures this device and, with several processes, the links between them, and writes a hardware file.
 
     All ranks of the process group call it. They measure at the same time, as they train; the first one writes. `seconds` limits
-    each measurement; by default it depends on the kind of device. `ranks_per_node` is that of the launcher by default. Raises
+    each measurement; by default it depends on the kind of device. `ranks_per_node` is the launcher's by default. Raises
     `UserError` if the file cannot be written.
     """
     from titanlike.distributed import environment, process_group
@@ -148,7 +148,7 @@ def _device(description: Description, device: "torch.device", base: Hardware | N
     description.lines.append(
         f"# Measured by `titanlike plan --calibrate` with torch {torch.__version__}, on {kind} of {processes} per machine.\n"
         + (
-            f"# The data sheet is that of {base.name}."
+            f"# The data sheet is of {base.name}."
             if base
             else "# The data sheet is unknown; measured figures replace it."
         )

@@ -1,7 +1,7 @@
 """What the router and the experts of a block compute, keep and send, from formulas. Does not import torch.
 
 Counted from `models/common/experts.py` and `parallelisms/expert.py`. Memory and traffic assume that all experts compute the same
-number of tokens; time is that of the rank whose experts have most.
+number of tokens; time is of the rank whose experts have most.
 """
 
 import math
@@ -114,7 +114,7 @@ def expert_launches(job: Job, casts: bool = True, index: int = -1) -> int:
 
 
 def bias_launches(job: Job, model: MoeConfig) -> tuple[int, int]:
-    """Returns the kernels of the biases of a rank's experts and of their gate, beyond those of experts without biases, forward and
+    """Returns the kernels of the biases of a rank's experts and of their gate, beyond experts without biases, forward and
     backward. With expert parallelism, they are not compiled."""
     if not model.expert_biases:
         return 0, 0
@@ -203,5 +203,5 @@ def balancing(job: Job, stages: Mapping[int, Stage], axes: Sequence[str], totals
 
 
 def ends_with_experts(model: TransformerConfig, index: int = -1) -> bool:
-    """Whether the last matmul of a block is that of routed experts, whose output the gradients of the router read."""
+    """Whether the last matmul of a block is in routed experts, whose output the gradients of the router read."""
     return isinstance(model, MoeConfig) and model.has_experts(index) and not model.num_shared_experts

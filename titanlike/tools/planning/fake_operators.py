@@ -36,8 +36,8 @@ class _FusedRMSNorm(torch.autograd.Function):
 @contextmanager
 def gpu_operators(device: str, flex: bool) -> Iterator[None]:
     """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, attention with
-    soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and that of context-parallel ranks,
-    which needs no mask on GPUs."""
+    soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and attention with context
+    parallelism, which needs no mask on GPUs."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)

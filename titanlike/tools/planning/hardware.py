@@ -71,7 +71,7 @@ class Hardware:
     float8_tflops: RateOrZero = 0.0
     """Peak dense float8 throughput. 0: the GPU has no float8 matmuls."""
     tf32_tflops: RateOrZero = 0.0
-    """Peak dense TF32 throughput, for float32 with `training.matmul_precision` below `highest`. 0: that of float32."""
+    """Peak dense TF32 throughput, for float32 with `training.matmul_precision` below `highest`. 0: as float32."""
     gemm_fraction: Fraction = 0.7
     """Fraction of the peak that large bfloat16 or float32 matmuls sustain."""
     float8_gemm_fraction: Fraction = 0.6
@@ -80,7 +80,7 @@ class Hardware:
     """Size of one dimension of a bfloat16 matmul at which it reaches half of this fraction. A float8 matmul takes less time for the
     same fixed costs, so the size is larger in the ratio of their speeds."""
     grouped_half_rows: RateOrZero = 4096.0
-    """The same for the rows of an expert, whose matmul is in one kernel with those of others."""
+    """The same for the rows of an expert, whose matmul is in one kernel with other experts' matmuls."""
     attention_forward: Fraction = 0.4
     """Fraction of the bfloat16 peak that the forward pass of the fastest fused attention kernel sustains on long sequences, with a
     head dimension of 128 and a causal mask, of which half is computed."""
@@ -106,7 +106,7 @@ class Hardware:
     network_fraction: Fraction = 0.8
     """Fraction of the bandwidth between nodes that large all-gathers reach."""
     single_fraction: Fraction = 0.55
-    """The same for collectives of one rank per node, such as those of FSDP beside tensor parallelism within nodes: each rank uses
+    """The same for collectives of one rank per node, such as FSDP's beside tensor parallelism within nodes: each rank uses
     one network link alone, and shares multiprocessors and memory with the collectives within its node."""
     network_latency_us: RateOrZero = 40.0
     """Microseconds that each further node adds to a small collective."""
@@ -183,7 +183,7 @@ def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> 
 
 
 def _extended(values: dict[str, Any], folder: Path, file: str) -> dict[str, Any]:
-    """Returns the values of a file together with those of the shipped one that it extends."""
+    """Returns the values of a file together with the values of the shipped one that it extends."""
     base, names = values["extends"], sorted(file.stem for file in folder.glob("*.toml"))
     if base not in names:
         raise UserError(f"{file}: extends = {show_value(base)} is not a shipped file; use one of {', '.join(names)}")

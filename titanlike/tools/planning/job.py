@@ -119,7 +119,7 @@ class Job:
 
     @property
     def num_expert_shards(self) -> int:
-        """Number of ranks over which FSDP shards the experts of a rank: those of different expert-parallel groups."""
+        """Number of ranks over which FSDP shards the experts of a rank, one of each expert-parallel group."""
         return self.num_shards // self.layout.expert
 
     @cached_property

@@ -65,7 +65,7 @@ class Timer:
             call = make(size)
             self.once(call)  # allocates memory and chooses kernels
             took = self.once(call)
-            # Several calls in a row, so that the time of one launch does not count, and the clock rate is that of sustained work.
+            # Several calls in a row, so that the time of one launch does not count, and the clock rate is of sustained work.
             calls[size] = call, max(1, min(1000, int(self.limit / 10 / REPETITIONS / len(sizes) / took)))
             expected = took * growth
         found: dict[int, list[float]] = {size: [] for size in calls}
@@ -130,7 +130,7 @@ def copy_rate(timer: Timer) -> float:
 
 
 def host_rate(timer: Timer) -> float:
-    """Returns the bytes per second from the host to the device; on a CPU, those of a copy."""
+    """Returns the bytes per second from the host to the device; on a CPU, of a copy."""
     size = 2**28 if timer.is_gpu else 2**25
 
     def make(size: int) -> Call:
@@ -141,7 +141,7 @@ def host_rate(timer: Timer) -> float:
 
 
 def launch_seconds(timer: Timer) -> float:
-    """Returns the host's time for an operation in eager mode: that of one that computes almost nothing."""
+    """Returns the host's time for an operation in eager mode, measured with one that computes almost nothing."""
     tensor = torch.ones(1, device=timer.device)
     return timer.medians(lambda _: lambda: tensor.add_(1.0), [1], 1.0)[1]
 

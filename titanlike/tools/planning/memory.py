@@ -87,7 +87,7 @@ class Memory:
 
 
 def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
-    """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are those of the first and last
+    """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are in the first and last
     two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
     sizes = _Sizes.of(job, rank)
     if job.layout.pipeline > 1:
@@ -110,7 +110,7 @@ def with_program_loss(job: Job, planned: Memory) -> Memory:
 
 
 def scattered(job: Job) -> float:
-    """Returns the bytes that offloaded activations leave free in pieces, into which the logits do not fit: those of two blocks.
+    """Returns the bytes that offloaded activations leave free in pieces, into which the logits do not fit: of two blocks.
     With full checkpointing, a block has one piece."""
     checkpointing = job.recipe.activation_checkpoint
     if not checkpointing.offload or checkpointing.mode == "full":
@@ -135,12 +135,12 @@ class _Sizes:
 
     num_parameters: float  # of its stages
     block: float  # the weights of a block in the compute dtype, as FSDP gathers them
-    experts: float  # of these, those of the experts
+    experts: float  # of these, in the experts
     full_block: float  # the same as `block` without float8 all-gather
     whole_block: float  # the same with the experts of all expert-parallel ranks
     head: float  # of the norm and the LM head, 0 if the rank has none
     embedding: float
-    reduced: float  # bytes of a gradient in the dtype of the reduction, over those of a weight in the compute dtype
+    reduced: float  # bytes of a gradient in the dtype of the reduction, per byte of a weight in the compute dtype
     states: Usage  # parameters, gradients and optimizer state of all stages of the rank
     trained: float  # fraction of the weights that have gradients
     activations: BlockActivations
@@ -256,7 +256,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
     casts, kept_casts = weight_copies(job, min(max(blocks), job.recipe.model.num_layers - 1))
 
-    def kind(index: int) -> int:  # those of the other models are planned as their last block
+    def kind(index: int) -> int:  # blocks of other models are planned as their last one
         return job.recipe.model.kind_of_block(index) if job.recipe.model.is_encoder_decoder else -1
 
     passes = {
@@ -337,7 +337,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         )
     )
     head_blocks = sizes.head / max(sizes.whole_block, 1)
-    # The gradient of a tied head is not reduced before that of the embedding is added to it.
+    # The gradient of a tied head is not reduced before the embedding's is added to it.
     unreduced_head = sizes.head if fsdp and tied else 0.0
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
     for i in reversed(blocks):

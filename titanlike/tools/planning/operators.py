@@ -1,7 +1,7 @@
 """The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
 
 Counted from `models/llama/model.py`, `models/gpt/model.py`, `models/common/experts.py`, `losses/cross_entropy.py` and
-`float8/linear.py`. Bytes are those of bfloat16 activations; `Counts.work` scales them to float32.
+`float8/linear.py`. Bytes are of bfloat16 activations; `Counts.work` scales them to float32.
 """
 
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ class Counts:
         parameters of the block `index`."""
         recipe, model = self.job.recipe, self.job.recipe.model
         forward, inputs, weights = [], [], []
-        num_attention = 0  # products of attention, before those of the experts
+        num_attention = 0  # products of attention, before the experts'
         for name, (outputs, width) in ordered_matrices(model, index, self.job.layout.tensor).items():
             tokens = self.job.tokens if name in CROSS_MATRICES else self.job.tokens_of(index)
             in_float8 = name in float8
@@ -145,8 +145,8 @@ class Counts:
         return forward, backward
 
     def _recomputed(self, matmuls: list[Matmul], forward: Workload, index: int) -> Workload:
-        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that
-        of experts by the gradients of the router."""
+        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and the
+        output of experts by the gradients of the router."""
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
@@ -274,8 +274,8 @@ class Counts:
         )
 
     def loss(self) -> Passes:
-        """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Those of
-        preference pairs are computed in the backward pass, from the logits that it computes again."""
+        """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Gradients
+        of preference pairs are computed in the backward pass, from the logits that it computes again."""
         recipe, tokens = self.job.recipe, self.job.decoder_tokens * self.job.num_predicted
         vocab, dim = recipe.model.vocab_size, recipe.model.dim
         if not self.job.program.whole_logits:
@@ -297,7 +297,7 @@ class Counts:
         if self.job.distills and self.job.forward_only:  # the loss of the student reads its logits
             return Passes(Workload(products[:1], bytes=norm, kernels=chunks + 2))
         gradients = products if recipe.trains_all_weights else products[:2]
-        if self.job.distills:  # four passes read the logits of both models, and one writes those of one
+        if self.job.distills:  # four passes read the logits of both models, and one writes the logits of one
             logits = (18 if fused else 150) * self.element / 2 * tokens * vocab
             return Passes(Workload(gradients, bytes=logits + norm, kernels=(8 if fused else 60) * chunks + 12))
         if self.job.trains_on_pairs:

@@ -115,7 +115,7 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
         experts = tuple(each for each in parameters if each.expert and job.layout.expert > 1)
         rest = tuple(each for each in parameters if not each.expert) if experts else parameters
         units.append(Unit(rest, reshards, in_backward))
-        if experts:  # a unit inside of that of the block, which does not prefetch it
+        if experts:  # a unit inside of the block's, which does not prefetch it
             units.append(Unit(experts, reshards, in_backward and any(trained[: index + 1]), experts=True))
     return units
 

@@ -156,7 +156,7 @@ def make_plan(
         job: The recipe and the number of GPUs. Raises `UserError` where the layout or the batch does not divide.
         hardware: What it runs on.
         simulated: Memory of pipeline ranks from fake tensors, instead of from formulas.
-        measured: The hardware is that of `ranges.anchored`.
+        measured: The hardware comes from `ranges.anchored`.
     """
     simulated = simulated or {}
     ranks = range(job.layout.pipeline)
@@ -207,7 +207,7 @@ def with_simulated_memory(plan: Plan, progress: Callable[[str, int, int], None])
 
     Args:
         plan: A plan from formulas.
-        progress: Called with a text, the number of ranks that are done, and that of all.
+        progress: Called with a text, the number of ranks that are done, and the number of all.
     """
     from titanlike.tools.planning.simulate import can_simulate, simulate
 

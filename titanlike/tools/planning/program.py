@@ -23,15 +23,15 @@ class Program:
     operations."""
 
     attention: Literal["", "fused", "flash"] = ""
-    """Attention kernel: `fused` is cuDNN's, `flash` is torch's FlashAttention-2. Default: that of the recipe."""
+    """Attention kernel: `fused` is cuDNN's, `flash` is torch's FlashAttention-2. Default: the recipe's."""
     norm_bytes: tuple[Bytes, Bytes] = (4, 10)
-    """Of RMSNorm, forward and backward. The default is that of torch's fused kernel; a composite one has about 36 and 60."""
+    """Of RMSNorm, forward and backward. The default is for torch's fused kernel; a composite one has about 36 and 60."""
     rope_bytes: Bytes = 58
     """Of rotary embeddings, in each pass. The default has two halves in float32 and their concatenation; complex numbers: 24."""
     eager_loss: bool = False
     """The loss is not compiled, and of all logits at once."""
     logit_bytes: Bytes = 0
-    """Memory of the loss for each logit, beyond that of the same recipe here."""
+    """Memory of the loss for each logit, beyond the same recipe here."""
     whole_logits: bool = False
     """Each tensor-parallel rank computes the logits of the whole vocabulary."""
     sequence_parallel: bool = True
@@ -45,7 +45,7 @@ class Program:
     regathers: bool = False
     """Selective activation checkpointing repeats tensor-parallel all-gathers."""
     async_tensor_share: Share = 0.0
-    """Share of tensor-parallel collectives that is hidden. 0: that of the recipe."""
+    """Share of tensor-parallel collectives that is hidden. 0: as in the recipe."""
     load_variation: Annotated[float, Field(ge=0.0, le=10.0)] = 0.2
     """Standard deviation of the tokens of experts, relative to their mean. 0: balanced by force."""
     padded_experts: bool = False
@@ -59,9 +59,9 @@ class Program:
     float8_experts: bool = False
     """Experts multiply in float8 where the recipe does."""
     single_experts: bool = False
-    """Each expert has kernels of its own: one for each matmul, and those of its casts."""
+    """Each expert has kernels of its own: one for each matmul, and one for each cast."""
     launch_us: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
-    """Microseconds of the host for each kernel. 0: those of the hardware."""
+    """Microseconds of the host for each kernel. 0: as the hardware says."""
 
 
 TITANLIKE = Program()

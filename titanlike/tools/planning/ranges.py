@@ -43,7 +43,7 @@ RANGES = {
 """By `kind_of`. `tests/unit/test_planning_cost.py` compares them with the recorded ones."""
 
 ANCHORED = Range(0.84, 1.2, 132)
-"""Of speed relative to that of another layout or size in the same table of measurements."""
+"""Of speed relative to another layout or size in the same table of measurements."""
 
 
 def kind_of(job: Job, hardware: Hardware) -> str:
@@ -59,7 +59,7 @@ def range_of(job: Job, hardware: Hardware, measured: bool) -> Range:
     """Returns the range of a job's speed.
 
     Args:
-        measured: The hardware is that of `anchored`.
+        measured: The hardware comes from `anchored`.
     """
     return ANCHORED if measured else RANGES[kind_of(job, hardware)]
 

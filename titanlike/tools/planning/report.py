@@ -35,7 +35,7 @@ WIDTH_OF_NUMBERS = 64  # of a line with all columns, without the bars
 
 MODES = {
     "strong": "strong scaling: the global batch of the recipe on any number of GPUs; --scaling weak makes it proportional to them",
-    "weak": "weak scaling: the global batch is proportional to the number of GPUs; --scaling strong keeps that of the recipe",
+    "weak": "weak scaling: the global batch is proportional to the number of GPUs; --scaling strong keeps the recipe's",
 }
 
 

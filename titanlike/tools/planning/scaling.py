@@ -40,10 +40,10 @@ def scaling(
         counts: Numbers of GPUs, in ascending order.
         hardware: What the recipe runs on.
         check: Raises `UserError` for a recipe that is not valid.
-        mode: "strong" keeps the global batch, and so the result of training. "weak" makes it proportional to the GPUs, from that of
-            the recipe on the first of `counts`, and trains on as many tokens in fewer steps.
+        mode: "strong" keeps the global batch, and so the result of training. "weak" makes it proportional to the GPUs, from the
+            recipe's on the first of `counts`, and trains on as many tokens in fewer steps.
         program: What trains it.
-        measured: The hardware is that of `ranges.anchored`.
+        measured: The hardware comes from `ranges.anchored`.
     """
     free = replace(recipe, parallelism=replace(recipe.parallelism, shard=-1)) if len(counts) > 1 else recipe
     points = []

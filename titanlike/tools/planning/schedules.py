@@ -120,7 +120,7 @@ def simulate_time(
                 action = orders[rank][position[rank]]
                 arrivals = []
                 for needed in inputs(action):
-                    # A gradient of the activations comes from a full backward pass or from that of the inputs alone.
+                    # A gradient of the activations comes from a full backward pass or from one of the inputs alone.
                     done = ready.get(needed, ready.get(needed._replace(kind="backward_input")))
                     if done is None:
                         break

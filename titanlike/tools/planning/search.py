@@ -96,7 +96,7 @@ def search(
         hardware: What the recipe runs on.
         check: Raises `UserError` for a recipe that is not valid.
         fixed: Keys that keep the value of the recipe.
-        measured: The hardware is that of `ranges.anchored`.
+        measured: The hardware comes from `ranges.anchored`.
         on_progress: Called with the number of layouts that are done, and of all layouts.
     """
     result = SearchResult([])
@@ -230,7 +230,7 @@ def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> 
 
 
 def write_recipe(path: Path, original: Path, overrides: Mapping[str, str], best: Candidate) -> None:
-    """Writes a recipe with the keys of a candidate, and those of the command line, that extends the original recipe.
+    """Writes a recipe with the keys of a candidate and of the command line, that extends the original recipe.
 
     Args:
         path: The file to write. A file that was not written by a search is not replaced.

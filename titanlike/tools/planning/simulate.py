@@ -65,7 +65,7 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
     """Returns the memory of a pipeline rank. Simulates stages of a few blocks, and extrapolates to the full depth.
 
     Args:
-        device: whose operators to assume, where those of GPUs and CPUs save different tensors for the backward pass.
+        device: whose operators to assume, where GPUs and CPUs save different tensors for the backward pass.
     """
     if job.recipe.compile.mode != "none":
         recipe = replace(job.recipe, compile=replace(job.recipe.compile, mode="none"))

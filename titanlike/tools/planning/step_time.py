@@ -120,7 +120,7 @@ class Rank:
 
     @property
     def launches(self) -> float:
-        """Kernels that the host launches for the blocks and both ends in a step, without those of FSDP and the optimizer."""
+        """Kernels that the host launches for the blocks and both ends in a step, without kernels of FSDP and the optimizer."""
         works = [
             (number, work.kernels)
             for modules in self.modules.values()

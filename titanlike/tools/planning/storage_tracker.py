@@ -75,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor, operator: str) -> None:
-        """Records the storage of a tensor, or those of the tensors that it wraps, unless they are known."""
+        """Records the storage of a tensor, or of the tensors that it wraps, unless they are known."""
         if is_traceable_wrapper_subclass(tensor):
             for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(inner, Tensor):  # a DTensor also has its mesh

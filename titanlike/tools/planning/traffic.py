@@ -1,7 +1,7 @@
 """The collectives of a training step, from formulas. Does not import torch.
 
 The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `expert.py`,
-`pipeline.py`, `losses/cross_entropy.py` and `float8/`. A test compares their calls and bytes with those of a step after the first.
+`pipeline.py`, `losses/cross_entropy.py` and `float8/`. A test compares their calls and bytes with a step after the first.
 
 With expert parallelism, the number of tokens that a rank receives depends on the routing. The formulas assume that all experts have
 the same number of tokens.
@@ -141,7 +141,7 @@ class Layer:
 
     colwise: frozenset[str]
     rowwise: frozenset[str]
-    experts: bool = False  # a mixture of experts: the linear layers are those of its shared experts, if it has any
+    experts: bool = False  # a mixture of experts: the linear layers belong to its shared experts, if it has any
     gathers: bool = True  # its input, which is sharded along the sequence with tensor parallelism
 
 
@@ -275,7 +275,7 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
 
 
 def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
-    """Those of all sharded weights of a stage are reduced together, once per step."""
+    """Maxima of all sharded weights of a stage are reduced together, once per step."""
     float8, layout = job.recipe.float8, job.layout
     sharded = [parameter.sharded for parameter in stage.parameters if parameter.float8]
     number = len(sharded)
@@ -284,7 +284,7 @@ def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     # Without float8 all-gather, the forward pass starts with it, and several stages of a rank have been gathered before.
     gathered = not float8.all_gather and job.schedule.stages_per_rank > 1 and layout.pipeline > 1
     if job.num_shards > 1 and not gathered:
-        # Apart, those of the weights that tensor-parallel ranks shard and replicate.
+        # Apart, of the weights that tensor-parallel ranks shard and replicate.
         for count in (sharded.count(True), sharded.count(False)) if layout.tensor > 1 else (number,):
             totals.add("all-reduce", fsdp_axis(job), "float8 maxima", count > 0, count * FLOAT32)
     if layout.tensor > 1:
@@ -292,7 +292,7 @@ def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
 
 
 def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
-    """Those of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
+    """Maxima of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
     if job.recipe.float8.scaling != "tensorwise":
         return
     inputs, latent = 0, frozenset(latent_matrices(job.recipe.model))
@@ -341,7 +341,7 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
     layout = job.layout
     batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
-    # The loss, or that of pairs with seven metrics, in float64.
+    # The loss or, of pairs, the loss with seven metrics, in float64.
     loss = 3 * FLOAT32 if job.distills else FLOAT32  # with the KL divergence and the cross-entropy
     if job.trains_on_pairs:
         loss = (8 if reference_of(job.recipe) != "none" else 7) * FLOAT64
@@ -381,7 +381,7 @@ def _axes(job: Job, parameter: Parameter) -> tuple[str, ...]:
 
 
 def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
-    """In each round, ranks send their shards of a matrix to the rank that owns it, and get back those of the result. Replicas
+    """In each round, ranks send their shards of a matrix to the rank that owns it, and get back shards of the result. Replicas
     gather each other's results."""
     size = job.num_shards * job.layout.tensor
     for matrices in rounds(job, stages):

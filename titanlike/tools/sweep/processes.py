@@ -145,7 +145,7 @@ def slots(plan: SweepPlan, gpus: Sequence[str] | None = None) -> list[dict[str, 
 
 
 def wait_for_lock(path: Path) -> None:
-    """Waits until no process trains in a run directory: that of a killed sweep saves a checkpoint first."""
+    """Waits until no process trains in a run directory: a killed sweep's saves a checkpoint first."""
     is_reported = False
     while path.exists():
         try:

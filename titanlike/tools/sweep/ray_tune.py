@@ -1,6 +1,6 @@
 """Runs the trials of a sweep with Ray Tune, which places them on the nodes of a Ray cluster that share a file system.
 
-Ray Tune schedules; suggestions, pruning and the storage are those of the other backends.
+Ray Tune schedules; suggestions, pruning and the storage are the same as with other backends.
 """
 
 import logging

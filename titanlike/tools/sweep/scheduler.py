@@ -122,7 +122,7 @@ class Scheduler:
 
     def _watch(self, slot: int) -> None:
         active, number = self.active[slot], self.active[slot].trial.number
-        code = active.run.poll()  # before the metrics are read: those of an ended run are complete
+        code = active.run.poll()  # before the metrics are read: an ended run's are complete
         reason = self._report(active, force=code is not None)
         if reason or self.signal:
             active.request_stop(self.plan.known.run.shutdown_timeout + KILL_DELAY)

@@ -149,7 +149,7 @@ class Study:
         return str(frozen.user_attrs.get("reason", ""))
 
     def _check_definition(self) -> None:
-        """Refuses to add trials to those of a sweep whose results are not comparable."""
+        """Refuses to add trials to a sweep whose results are not comparable."""
         now, before = self.plan.definition, self._study.user_attrs.get("definition")
         if before is None:
             self._storage.set_study_user_attr(self._id, "definition", now)

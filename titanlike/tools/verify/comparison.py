@@ -45,13 +45,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from that of one process."""
+    """A tensor that differs from the tensor of one process."""
 
     name: str
     size: float  # the largest difference, relative to the largest element
     factor: float | None = None  # all ranks have this multiple
     across: tuple[str, ...] = ()  # dimensions of the mesh along which copies of the tensor differ
-    combined: str = ""  # "sum" or "mean", if that of the copies along `across` is the tensor of one process
+    combined: str = ""  # "sum" or "mean", if it makes copies along `across` the tensor of one process
     part: str = ""  # the slice that is wrong, if the rest is not
     problem: str = ""  # in place of a difference
 
@@ -78,8 +78,8 @@ def compare(
     batch_dimensions: Sequence[str] = (),
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> list[Comparison]:
-    """Compares all phases, in the order in which they were computed. `batch_dimensions` are those of the mesh whose ranks have
-    different parts of the batch."""
+    """Compares all phases, in the order in which they were computed. `batch_dimensions` are dimensions of the mesh whose
+    ranks have different parts of the batch."""
     found = []
     for kind, step in sorted({phase for record in (one, *ranks) for phase in record.tensors}, key=_when):
         if kind == DROPOUT:
@@ -132,7 +132,7 @@ def _compare_tensors(
             wrong.append(Difference(name, math.inf, problem="exists in one process only"))
     worst = max(sizes.values(), default=0.0)
     if kind == OUTPUTS:
-        # Only the output of the model itself must agree. Those of its modules say where an error begins.
+        # Only the output of the model itself must agree. Outputs of its modules say where an error begins.
         worst = sizes.get("", 0.0)
         wrong = wrong if worst > tolerance else []
         sizes = sizes if "" in sizes else {}
@@ -154,7 +154,7 @@ def difference_of(
     *,
     may_be_partial: bool = False,
 ) -> Difference:
-    """Compares a tensor of one process with those of the ranks, relative to its largest element, or to `scale` if that is larger.
+    """Compares a tensor of one process with the ranks' tensors, relative to its largest element, or to `scale` if that is larger.
 
     Shards are concatenated along the dimensions that give the full shape. Of several ways, the one that agrees best counts. With
     `may_be_partial`, so does the sum over ranks.
@@ -252,7 +252,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _combined(copies: Sequence[Copy], across: Sequence[str], expected: Tensor, allowed: float) -> str:
-    """Returns "sum" or "mean" if that of the copies that differ is the expected tensor, otherwise an empty string."""
+    """Returns "sum" or "mean" if it makes the copies that differ the expected tensor, otherwise an empty string."""
     others = [each for each in copies[0][0] if each not in across and NAME not in across]
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for at, tensor in copies:
@@ -288,7 +288,7 @@ def _wrong_part(found: Tensor, expected: Tensor, allowed: float) -> str:
 def _compare_loss(
     one: Record, ranks: Sequence[Record], step: int, batch_dimensions: Sequence[str], tolerance: float
 ) -> Comparison:
-    """The mean over all ranks that have a loss must be that of one process, or the sum over the parts of the batch."""
+    """The mean over all ranks that have a loss, or the sum over the parts of the batch, must be the loss of one process."""
     expected = float(one.tensors[LOSS, step]["loss"]) if one.tensors[LOSS, step] else math.nan
     found: list[Copy] = [
         (record.coordinates, record.tensors[LOSS, step]["loss"].double())

@@ -40,7 +40,7 @@ class Finding:
 def first_finding(
     comparisons: Sequence[Comparison], sizes: Mapping[str, int], batch_dimensions: Sequence[str]
 ) -> Finding | None:
-    """Returns what is wrong first, or None if all phases agree. `sizes` are those of the mesh."""
+    """Returns what is wrong first, or None if all phases agree. `sizes` are the mesh's."""
     for comparison in comparisons:
         if comparison.wrong:
             first = comparison.wrong[0]

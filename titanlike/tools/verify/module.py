@@ -54,7 +54,7 @@ class Report:
 def verify_module(functions: Functions, layout: str, *, steps: int = 3, tolerance: str = "", seed: int = 0) -> Report:
     """Compares a module under a layout, such as "shard=2,tensor=2", with one process. Starts the processes on this machine.
 
-    The functions are those of an importable module, because the processes import them.
+    The functions belong to an importable module, because the processes import them.
     """
     return _verify(functions, parse_mesh(layout), steps, tolerance, seed)
 
@@ -172,7 +172,7 @@ def compare_records(
     divided: Sequence[str],
     tolerances: Mapping[str, float] = phases.TOLERANCES,
 ) -> Report:
-    """Compares the records of the ranks with that of one process."""
+    """Compares the records of the ranks with the record of one process."""
     comparisons = phases.compare(one, ranks, divided, tolerances)
     return Report(comparisons, first_finding(comparisons, sizes, divided))
 

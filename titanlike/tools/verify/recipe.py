@@ -147,7 +147,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
 
 def _batches_differ(title: str, where: str, size: int, missing: int) -> str:
     return (
-        f"NOT equal: the batches differ, first that of {where}: one process does not read {missing} of the {size} sequences that "
+        f"NOT equal: the batches differ, first in {where}: one process does not read {missing} of the {size} sequences that "
         f"{title} reads. Losses and weights are therefore not compared.\n"
         "The usual cause is a dataset whose order depends on the number of data-parallel ranks, because each rank shuffles a share "
         "of its own. Compare a layout with one data-parallel rank, such as tensor=2, or read rows by their index in the global "

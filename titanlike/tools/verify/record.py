@@ -335,7 +335,7 @@ def _call(function: Callable[..., Any], *arguments: Any, mesh: DeviceMesh | None
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Returns a copy of the full tensor. Copies of a replicated DTensor may differ: it is that of this rank."""
+    """Returns a copy of the full tensor. Copies of a replicated DTensor may differ: it is this rank's."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()

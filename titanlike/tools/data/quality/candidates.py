@@ -95,7 +95,7 @@ def position_of(span: FileSpan, record: int) -> str:
 
 
 def apply_own_filter(candidate: Candidate, quality: Quality) -> bool:
-    """Replaces the text by that of the filter of one's own. Returns whether the document is kept."""
+    """Replaces the text by the result of the filter of one's own. Returns whether the document is kept."""
     if quality.own is None or not candidate.text:
         return True
     record: dict[str, Any] | None = candidate.document.fields

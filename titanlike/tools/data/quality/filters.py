@@ -36,7 +36,7 @@ class Thresholds:
     max_repeated_words: Share = 0.5
     """Largest share of the sequences of five words of a document that occur in it before. 1 disables it."""
     max_frequent_pair: Share = 0.2
-    """Largest share of the most frequent sequence of two words among those of a document of 50 words or more. 1 disables it."""
+    """Largest share of the most frequent sequence of two words in a document of 50 words or more. 1 disables it."""
 
 
 MIN_PAIRS = 50  # of a document whose most frequent pair of words is judged

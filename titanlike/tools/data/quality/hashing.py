@@ -50,7 +50,7 @@ class Words(NamedTuple):
 
 class _Tables(NamedTuple):
     classes: bytes  # class of each byte
-    words: Hashes  # (256,) coefficient of each byte; upper case has that of lower case
+    words: Hashes  # (256,) coefficient of each byte, the same for upper and lower case
     lines: Hashes  # (256,) zero for white space
     powers: Hashes  # (PIECE + 1,)
     inverse_powers: Hashes

@@ -127,7 +127,7 @@ class Report:
 
 
 def read_report(path: str) -> dict[str, Any] | None:
-    """Returns the report of a folder of token shards, or None if it has none, as those of earlier versions."""
+    """Returns the report of a folder of token shards, or None if it has none, as in earlier versions."""
     try:
         report: dict[str, Any] = json.loads(DataDirectory(path).read(REPORT))
     except (OSError, UserError):
