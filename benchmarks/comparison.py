@@ -83,7 +83,7 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
     found = _different(recorded_steps(folder), recorded_steps(undisturbed), "step ")
     steps = [max(LocalStore(run / "checkpoints").steps(), default=0) for run in (folder, undisturbed)]
     if steps[0] != steps[1] or 0 in steps:
-        return [*found, f"the last checkpoint is that of step {steps[0]}, undisturbed {steps[1]}"]
+        return [*found, f"the last checkpoint is of step {steps[0]}, undisturbed {steps[1]}"]
     return found + _different(*(hashes(run / "checkpoints" / name_of(steps[0])) for run in (folder, undisturbed)))
 
 

@@ -41,8 +41,7 @@ def test_the_run_stops_after_max_failures(starter: Starter, undisturbed: Trained
     warnings = re.findall(NOT_SAVED, job.output)
     assert warnings[0] == ("3", "rank 1: [Errno 27] File too large")
     error = (
-        "error: 2 consecutive saves failed: rank 1: [Errno 27] File too large; the last valid checkpoint is that of "
-        "step 2\n"
+        "error: 2 consecutive saves failed: rank 1: [Errno 27] File too large; the last valid checkpoint is of step 2\n"
     )
     assert error in job.output
     assert "Traceback" not in job.output

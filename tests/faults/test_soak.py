@@ -48,7 +48,7 @@ def test_every_difference_is_detected(tmp_path: Path) -> None:
     assert differences(one, make_run(tmp_path / "zero", [3], -0.0 * WEIGHT)) == ["model.w"]
     assert differences(one, make_run(tmp_path / "loss", [3], loss=2.0000001)) == ["step 1", "step 2", "step 3"]
     assert differences(one, make_run(tmp_path / "short", [2])) == [
-        "step 3", "the last checkpoint is that of step 3, undisturbed 2",
+        "step 3", "the last checkpoint is of step 3, undisturbed 2",
     ]  # fmt: skip
 
 

@@ -59,16 +59,16 @@ def findings(
     within = _speeds(timer, _within_nodes(ranks_per_node), ranks_per_node)
     between = _speeds_between_nodes(timer, ranks_per_node)
     everywhere = _speeds(timer, [range(process_group.world_size())], process_group.world_size()) if between else []
-    of_node, of_pair, of_all = expected_speeds(hardware, ranks_per_node)
+    node_speed, pair_speed, job_speed = expected_speeds(hardware, ranks_per_node)
     if within:
         text = f"bus bandwidth of {ranks_per_node} ranks"
-        found += compare_speeds("within nodes", within, nodes, text, of_node, NODE_REMEDY)
+        found += compare_speeds("within nodes", within, nodes, text, node_speed, NODE_REMEDY)
     if between:
         text = "each rank to one of the next node"
         remedy = NETWORK_REMEDY + (OTHER_NETWORK if hardware else "")
-        found += compare_speeds("between nodes", between, nodes, text, of_pair, remedy)
+        found += compare_speeds("between nodes", between, nodes, text, pair_speed, remedy)
         text = f"bus bandwidth of {process_group.world_size()} ranks"
-        found += compare_speeds("all nodes", everywhere[:1], ["the job"], text, of_all, remedy)
+        found += compare_speeds("all nodes", everywhere[:1], ["the job"], text, job_speed, remedy)
     if not within and not between:
         found.append(Finding("ok", "links", "not measured: one process"))
     return found

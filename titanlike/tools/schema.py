@@ -39,10 +39,10 @@ def markdown(programs: Mapping[str, type]) -> str:
         lines += ["| Key | Type | Default | Description |", "|---|---|---|---|"]
         for key in keys:
             type_name = ", ".join(f"`{choice}`" for choice in key.choices) or key.type
-            of_programs = {name: known.get((key.name, key.variant)) for name, known in defaults.items()}
-            having = [name for name, default in of_programs.items() if default is not None]
+            program_defaults = {name: known.get((key.name, key.variant)) for name, known in defaults.items()}
+            having = [name for name, default in program_defaults.items() if default is not None]
             only = "" if len(having) == len(programs) else f"For `{'`, `'.join(having)}`. "
-            shown_defaults = dict.fromkeys(default for default in of_programs.values() if default is not None)
+            shown_defaults = dict.fromkeys(default for default in program_defaults.values() if default is not None)
             default = " or ".join(f"`{default}`" for default in shown_defaults)
             lines.append(f"| `{key.name}` | {type_name} | {default} | {only}{key.doc} |")
     if len(shown) < len(rows):

@@ -156,8 +156,8 @@ def _render(batch: SequenceBatch, tokenizer: Tokenizer, names: Mapping[int | Non
             text.append("\nlabels\n", style="bold")
             last = np.flatnonzero(labels[row] != IGNORE).max(initial=-1)
             found = labels[row, : last + 1]
-            of_labels = arrays.get("decoder_document_ids", np.zeros_like(labels))[row]
-            _append(text, tokenizer, names, found, of_labels, np.ones(len(found), bool))
+            label_documents = arrays.get("decoder_document_ids", np.zeros_like(labels))[row]
+            _append(text, tokenizer, names, found, label_documents, np.ones(len(found), bool))
         yield text
 
 

@@ -177,8 +177,8 @@ def _every_second_product(job: Job, index: int) -> float:
     model, lora = job.recipe.model, job.lora
     widths: list[float] = []
     for name, (width, _) in ordered_matrices(model, index, job.layout.tensor).items():
-        of_encoder = name in CROSS_MATRICES
-        each = width * job.tokens / job.decoder_tokens if of_encoder else width
+        reads_encoder = name in CROSS_MATRICES
+        each = width * job.tokens / job.decoder_tokens if reads_encoder else width
         widths += [each, lora.rank, each] if lora.selects(f"layers.0.{name}") else [each]
     # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
     # depends on it.

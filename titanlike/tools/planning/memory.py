@@ -158,11 +158,11 @@ class _Sizes:
         blocks = [index for stage in stages for index in blocks_of(stage, job.split)]
         matrices, experts = _block_size(model, layout.tensor, min(max(blocks), model.num_layers - 1))
         kinds = Counter(map(model.kind_of_block, blocks))
-        of_blocks = sum(number * sum(_block_size(model, layout.tensor, kind)) for kind, number in kinds.items())
+        block_parameters = sum(number * sum(_block_size(model, layout.tensor, kind)) for kind, number in kinds.items())
         vocabulary = model.vocab_size * model.dim / layout.tensor
         has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
-        num_parameters = of_blocks + ends
+        num_parameters = block_parameters + ends
         trained = 1.0
         if job.lora.rank:
             selected = [
@@ -294,15 +294,15 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     gathering = 2 * block - (sizes.experts if layout.expert > 1 and job.num_expert_shards == 1 else 0.0)
     kept_gathered = (num_blocks * block + embedding) if never else 0.0
     moments = []
-    head_of_teacher = states_of_teacher = 0.0  # from its forward pass until the loss
+    teacher_head = teacher_states = 0.0  # from its forward pass until the loss
     if job.second:
         second = _Sizes.of(job.second, 0)
         gathered = max(2 * second.block + second.head, 3 * second.block) if fsdp else 0.0
         temporary = (second.activations.forward + 3 * second.activations.hidden) * n
         moments.append(moment(job.second_name, 0, 0, gathered - root, temporary=temporary))
         if job.distills:
-            head_of_teacher = second.head * fsdp
-            states_of_teacher = job.second.recipe.model.dim * compute * n
+            teacher_head = second.head * fsdp
+            teacher_states = job.second.recipe.model.dim * compute * n
     for i in blocks:
         act, n = passes[kind(i)]
         so_far = (i * block + embedding) if never else 0.0
@@ -314,8 +314,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
                 f"forward, block {i}",
                 i + 1,
                 0,
-                so_far + gathering + following + head_of_teacher,
-                temporary=act.forward * n + states_of_teacher,
+                so_far + gathering + following + teacher_head,
+                temporary=act.forward * n + teacher_states,
             )
         )
     # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
@@ -323,8 +323,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     # It is kept after the forward pass of the reference, and gathered with the norm before blocks of multi-token prediction.
     if (job.frozen_forwards or job.num_predicted > 1) and not tied:
         at_loss = head + block
-    at_loss += head_of_teacher
-    moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss + states_of_teacher))
+    at_loss += teacher_head
+    moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss + teacher_states))
     head_gradients = head_gradient(job)
     moments.append(
         moment(

@@ -163,8 +163,8 @@ def _parameter(
     name: str, spec: ParameterSpec, lora: Lora, tensor: int, expert: int = 1, converted: bool = False
 ) -> Parameter:
     shape, is_expert = list(spec.shape), spec.style == "experts"
-    of_outputs = 2 if ".w2" in name else 1  # the matrices and biases of w2 have no hidden dimension among the outputs
-    dim = of_outputs if is_expert else SHARDED.get(spec.style, len(shape))
+    output_dim = 2 if ".w2" in name else 1  # the matrices and biases of w2 have no hidden dimension among the outputs
+    dim = output_dim if is_expert else SHARDED.get(spec.style, len(shape))
     if is_expert:
         shape[0] //= expert
     if sharded := dim < len(shape):

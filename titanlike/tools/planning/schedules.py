@@ -64,7 +64,8 @@ def order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int)
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_schedule = {schedule!r}: {error}") from None
     return tuple(
-        tuple(Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in of_rank) for of_rank in orders
+        tuple(Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in rank_actions)
+        for rank_actions in orders
     )
 
 
@@ -78,10 +79,10 @@ def _alternate(stage: int, num_warmup: int, num_microbatches: int) -> list[Actio
     return found
 
 
-def peak_in_flight(of_rank: Sequence[Action]) -> int:
+def peak_in_flight(rank_actions: Sequence[Action]) -> int:
     """Returns the largest number of forward passes of a rank, over all its stages, whose backward pass has not finished."""
     current = peak = 0
-    for action in of_rank:
+    for action in rank_actions:
         current += {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}[action.kind]
         peak = max(peak, current)
     return peak
@@ -97,7 +98,7 @@ def simulate_time(
         p2p: seconds from the end of a computation until its output has arrived at another rank. Sends do not delay the sender.
     """
     duration = durations if callable(durations) else lambda action: durations[action.stage, action.kind]
-    rank_of = {action.stage: rank for rank, of_rank in enumerate(orders) for action in of_rank}
+    rank_of = {action.stage: rank for rank, rank_actions in enumerate(orders) for action in rank_actions}
     last_stage = max(rank_of)
     ready: dict[Action, float] = {}  # when each finished action's output exists
     clocks, busy, position = ([0.0] * len(orders), [0.0] * len(orders), [0] * len(orders))

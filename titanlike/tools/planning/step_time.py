@@ -134,8 +134,8 @@ class Rank:
                 ),
             )
         ]
-        of_second = self.second.launches if self.second else 0.0
-        return self.job.num_microbatches * sum(number * kernels for number, kernels in works) + of_second
+        second_launches = self.second.launches if self.second else 0.0
+        return self.job.num_microbatches * sum(number * kernels for number, kernels in works) + second_launches
 
     @cached_property
     def phases(self) -> dict[tuple[int, Kind], Parts]:

@@ -157,12 +157,12 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             for owner, names in groupby(model.block_matrices(index), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
                 rowwise = linears.intersection(model.rowwise_matrices)
-                of_experts = experts and owner == "feed_forward"
+                has_experts = experts and owner == "feed_forward"
                 layers.append(
                     Layer(
                         linears - rowwise,
                         rowwise,
-                        of_experts,
+                        has_experts,
                         gathers=owner in ("attention", "cross_attention", "feed_forward"),
                     )
                 )
@@ -217,9 +217,9 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     element = DTYPE_BYTES[recipe.training.compute_dtype]
     elements = job.num_predicted * job.decoder_tokens * recipe.model.dim
     if recipe.model.is_encoder_decoder:  # the embedding of the encoder, and its output
-        of_encoder = job.tokens * recipe.model.dim * element
-        totals.add("reduce-scatter", "tensor", "activations", 2 * num, of_encoder)
-        totals.add("all-gather", "tensor", "activations", 2 * num, of_encoder)
+        encoder_size = job.tokens * recipe.model.dim * element
+        totals.add("reduce-scatter", "tensor", "activations", 2 * num, encoder_size)
+        totals.add("all-gather", "tensor", "activations", 2 * num, encoder_size)
     if number == 0:
         totals.add("reduce-scatter", "tensor", "activations", num * (1 + job.frozen_forwards), elements * element)
         trains = any(parameter.trainable for parameter in stage.first)
@@ -267,10 +267,10 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
     for name, width in (("attention.wk", model.head_dim), ("attention.wv", model.v_head_dim)):
         size = elements * width * DTYPE_BYTES[job.recipe.training.compute_dtype]
         totals.add("all-gather", "context", "keys and values", job.num_microbatches * forwards, size)
-        of_latent = latent_matrices(model) and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
+        trains_latent = latent_matrices(model) and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
         if name == "attention.wk" and clips(job):
             totals.add("all-gather", "context", "keys and values", job.num_microbatches * (1 + block.recomputed), size)
-        if block.needs_grad or name in block.adapted or of_latent:
+        if block.needs_grad or name in block.adapted or trains_latent:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
 
@@ -391,8 +391,8 @@ def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
             axis = fsdp_axis(job) if job.num_shards > 1 else "tensor"
             totals.add("all-to-all", axis, "whole matrices", 2, exchanged)
         if job.layout.replicate > 1:
-            of_replicas = [sum(shards[start : start + size]) for start in range(0, len(shards), size)]
-            gathered = max(of_replicas) * job.layout.replicate * element_size(job)
+            replica_sizes = [sum(shards[start : start + size]) for start in range(0, len(shards), size)]
+            gathered = max(replica_sizes) * job.layout.replicate * element_size(job)
             totals.add("all-gather", "replicate", "whole matrices", 1, gathered)
 
 

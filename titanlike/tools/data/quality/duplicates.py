@@ -50,7 +50,7 @@ def find_keys(unit: WorkUnit, job: Job, report: ReportProgress) -> None:
     verdicts, tallies = bytearray(), dict[str, Any]()
     keyed, exact = array("I"), array("Q")
     bands: list[Hashes] = []
-    of_bands: list[Numbers] = []
+    band_documents: list[Numbers] = []
     for span in unit.spans:
         unread = span.size
         for group in grouped(read_candidates(span, job, len(verdicts), skip_bad(job))):
@@ -65,17 +65,17 @@ def find_keys(unit: WorkUnit, job: Job, report: ReportProgress) -> None:
                 shingles = shingles_of(filtered.words)
                 [filled] = np.nonzero(np.diff(shingles.ends, prepend=0))
                 bands.append(band_keys(signatures_of(shingles)[filled]))
-                of_bands.append(np.array(positions, np.int64)[filled])
+                band_documents.append(np.array(positions, np.int64)[filled])
             read = min(sum(candidate.document.size for candidate in group), unread)
             unread -= read
             report(read, 0)
         check_unchanged(span.file)
         report(unread, 0)
-    _write(unit.number, job, verdicts, tallies, (keyed, exact), bands, of_bands)
+    _write(unit.number, job, verdicts, tallies, (keyed, exact), bands, band_documents)
 
 
 def _write(
-    unit: int, job: Job, verdicts: bytearray, tallies: Tallies, keys: tuple[Any, Any], bands: Any, of_bands: Any
+    unit: int, job: Job, verdicts: bytearray, tallies: Tallies, keys: tuple[Any, Any], bands: Any, band_documents: Any
 ) -> None:
     folder, codes = job.stages, np.frombuffer(verdicts, np.uint8)
     parents: Parents = np.arange(len(codes), dtype=np.uint32)
@@ -86,9 +86,10 @@ def _write(
     link(parents, first, copies)
     _write_keys(folder / EXACT.format(unit), exact, documents)
     if bands:
-        of_keys, near = np.repeat(np.concatenate(of_bands), bands[0].shape[1]), np.concatenate(bands).ravel()
-        link(parents, *equal_neighbors(near, of_keys))
-        _write_keys(folder / BANDS.format(unit), near, of_keys)
+        key_documents = np.repeat(np.concatenate(band_documents), bands[0].shape[1])
+        near = np.concatenate(bands).ravel()
+        link(parents, *equal_neighbors(near, key_documents))
+        _write_keys(folder / BANDS.format(unit), near, key_documents)
     compress(parents)
     for name, values in ((PARENTS, parents), (VERDICTS, codes)):
         with atomic_writer(folder / name.format(unit)) as file:
@@ -139,9 +140,9 @@ def merge_keys(job: Job, num_units: int) -> Merged:
     parents = _array(folder / "parents.partial", np.uint32, int(offsets[-1]))
     verdicts = _array(folder / f"{ALL_VERDICTS}.partial", np.uint8, int(offsets[-1]))
     for unit in units:
-        of_unit = slice(offsets[unit], offsets[unit + 1])
-        parents[of_unit] = np.fromfile(folder / PARENTS.format(unit), np.uint32) + np.uint32(offsets[unit])
-        verdicts[of_unit] = np.fromfile(folder / VERDICTS.format(unit), np.uint8)
+        unit_range = slice(offsets[unit], offsets[unit + 1])
+        parents[unit_range] = np.fromfile(folder / PARENTS.format(unit), np.uint32) + np.uint32(offsets[unit])
+        verdicts[unit_range] = np.fromfile(folder / VERDICTS.format(unit), np.uint8)
     for name in [EXACT, BANDS] if quality.finds_near_duplicates else [EXACT]:
         paths = [folder / name.format(unit) for unit in units if (folder / name.format(unit)).exists()]
         starts = np.array([offsets[unit] for unit in units if (folder / name.format(unit)).exists()], np.int64)

@@ -113,13 +113,13 @@ def words_of(contents: Sequence[bytes]) -> Words:
 
     In scripts without spaces between words, each character is a word.
     """
-    of_texts = [pieces(content) for content in contents]
-    flat = [piece for of_text in of_texts for piece in of_text]
+    text_pieces = [pieces(content) for content in contents]
+    flat = [piece for each in text_pieces for piece in each]
     found = [_hash_words(flat[group]) for group in groups(len(piece) + 1 for piece in flat)]
     hashes = np.concatenate([words.hashes for words in found])
     before = np.cumsum([0] + [len(words.hashes) for words in found])
     ends = np.concatenate([words.ends + start for words, start in zip(found, before[:-1], strict=True)])
-    return Words(hashes, ends[np.cumsum([len(of_text) for of_text in of_texts]) - 1])
+    return Words(hashes, ends[np.cumsum([len(each) for each in text_pieces]) - 1])
 
 
 def _hash_words(contents: Sequence[bytes]) -> Words:
@@ -150,8 +150,8 @@ def shingles_of(words: Words, size: int = SHINGLE) -> Words:
     counts = np.diff(words.ends, prepend=0)
     # Zeros behind each text, so that no shingle has words of two texts.
     padded = np.zeros(len(words.hashes) + (size - 1) * len(counts) + size, np.uint64)
-    of_word = np.arange(len(words.hashes)) + (size - 1) * np.repeat(np.arange(len(counts)), counts)
-    padded[of_word] = words.hashes
+    word_positions = np.arange(len(words.hashes)) + (size - 1) * np.repeat(np.arange(len(counts)), counts)
+    padded[word_positions] = words.hashes
     num_shingles = np.where(counts >= size, counts - size + 1, np.minimum(counts, 1))
     ends = np.cumsum(num_shingles)
     starts = words.ends - counts + (size - 1) * np.arange(len(counts))  # of the texts in `padded`
@@ -179,9 +179,9 @@ class Lines(NamedTuple):
 
 def lines_of(contents: Sequence[bytes]) -> Lines:
     """Returns the lines of each text of at least `MIN_LINE` bytes without surrounding white space."""
-    of_texts = [pieces(content) for content in contents]
-    flat = [piece for of_text in of_texts for piece in of_text]
-    counts = [len(of_text) for of_text in of_texts]
+    text_pieces = [pieces(content) for content in contents]
+    flat = [piece for each in text_pieces for piece in each]
+    counts = [len(each) for each in text_pieces]
     texts = np.repeat(np.arange(len(contents)), counts)
     sizes = np.array([len(piece) for piece in flat])
     before = np.cumsum(sizes) - sizes
@@ -189,8 +189,8 @@ def lines_of(contents: Sequence[bytes]) -> Lines:
     found = []
     for group in groups(len(piece) + 1 for piece in flat):
         lines = _hash_lines(flat[group])
-        of_group = slice(group.start, group.start + len(flat[group]))
-        at, shift = texts[of_group][lines.texts], offsets[of_group][lines.texts]
+        group_range = slice(group.start, group.start + len(flat[group]))
+        at, shift = texts[group_range][lines.texts], offsets[group_range][lines.texts]
         found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, at))
     return Lines(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 

@@ -93,8 +93,8 @@ def remove_lines(candidates: Sequence[Candidate], repeated: Hashes) -> dict[int,
     bounds = np.searchsorted(lines.texts[found], np.arange(len(candidates) + 1))
     cleaned = {}
     for number in np.unique(lines.texts[found]).tolist():
-        candidate, of_text = candidates[number], found[bounds[number] : bounds[number + 1]]
-        cleaned[candidate.position] = _remove(candidate, lines.starts[of_text].tolist(), lines.ends[of_text].tolist())
+        candidate, matches = candidates[number], found[bounds[number] : bounds[number + 1]]
+        cleaned[candidate.position] = _remove(candidate, lines.starts[matches].tolist(), lines.ends[matches].tolist())
     return cleaned
 
 
