@@ -40,7 +40,7 @@ from titanlike.distributed.autograd_collectives import (
 )
 from titanlike.parallelisms.mesh import group_along
 from titanlike.tools.arguments import parse_mesh
-from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.comparison import ProcessRecord
 from titanlike.tools.verify.module import Report, compare_records
 from titanlike.tools.verify.record import Functions, batch_dimensions, record, shard_rows
 
@@ -1053,7 +1053,7 @@ def mesh_of(layout: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=tuple(sizes))
 
 
-def rank_record(name: str, planted: bool) -> Record:
+def rank_record(name: str, planted: bool) -> ProcessRecord:
     """Runs a case as a rank of a pool."""
     state = torch.get_rng_state()
     try:

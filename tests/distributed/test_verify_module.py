@@ -32,7 +32,7 @@ from titanlike.config import UserError
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.tools.arguments import parse_mesh
-from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.comparison import ProcessRecord
 from titanlike.tools.verify.module import Report, compare_records, load, verify_file
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 
@@ -111,12 +111,12 @@ def own_transforms(model: nn.Module, mesh: DeviceMesh) -> None:
 PLANS = {each.__name__: each for each in (torch_plan, torch_sequence_plan, data_parallel, own_transforms)}
 
 
-def compared(functions: Functions, layout: str, found: list[Record]) -> Report:
+def compared(functions: Functions, layout: str, found: list[ProcessRecord]) -> Report:
     sizes = parse_mesh(layout)
     return compare_records(record(functions, steps=2), found, sizes, batch_dimensions(functions, sizes))
 
 
-def plan_record(name: str, layout: str) -> Record:
+def plan_record(name: str, layout: str) -> ProcessRecord:
     return record(Functions(Net, batch, PLANS[name]), silent_bugs.mesh_of(layout), steps=2)
 
 
@@ -157,7 +157,7 @@ class Dropping(nn.Module):
         return self.down(self.drop(hidden if self.kind == "alpha" else hidden.relu()))
 
 
-def dropping_record(kind: str, layout: str, seeds: tuple[int, int]) -> Record:
+def dropping_record(kind: str, layout: str, seeds: tuple[int, int]) -> ProcessRecord:
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         if "data" in layout:
             fully_shard(model, mesh=mesh)
@@ -255,7 +255,7 @@ def drawn_batch(step: int) -> Tensor:
     return torch.from_numpy(np.random.randn(8, 8)).float() * random.random()
 
 
-def drawn_record() -> Record:
+def drawn_record() -> ProcessRecord:
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     functions = Functions(drawn_model, drawn_batch, lambda model, mesh: fully_shard(model, mesh=mesh) and None)

@@ -16,7 +16,7 @@ from tests.fuzz import harness
 from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.harness import HUGE, ODD_LITERALS, ODD_TEXT
 from titanlike.config import UserError
-from titanlike.config.schema import Key, describe
+from titanlike.config.schema import SchemaKey, describe
 from titanlike.distributed.environment import fail, rank_info
 from titanlike.distributed.launch_config import launch_config, rank_variables_from_slurm
 from titanlike.recipe import PretrainRecipe, to_toml
@@ -35,7 +35,7 @@ OWN_SECTIONS = ("lora", "preference", "distillation", "teacher")  # of programs 
 TRAILING = ("\ndim = 3", " # comment", "\n[x]", ",", ", 1", "]")  # after a value on the command line
 
 
-def valid(key: Key, rng: random.Random) -> str:
+def valid(key: SchemaKey, rng: random.Random) -> str:
     """Returns a TOML value of the key's type and range, which other keys may contradict."""
     if key.choices:
         return f'"{rng.choice(key.choices)}"'
@@ -52,7 +52,7 @@ def valid(key: Key, rng: random.Random) -> str:
     )
 
 
-def nonsense(key: Key, rng: random.Random) -> str:
+def nonsense(key: SchemaKey, rng: random.Random) -> str:
     """Returns a TOML value that the key can never have."""
     values = ["{a = 1}", "{}", "2024-01-01", "[" * 400 + "]" * 400, "[[1]]", HUGE]
     integer, number = key.type.startswith("integer"), key.type.startswith("number")
@@ -74,7 +74,7 @@ def nonsense(key: Key, rng: random.Random) -> str:
     return rng.choice(values)
 
 
-def plausible(key: Key, rng: random.Random) -> str:
+def plausible(key: SchemaKey, rng: random.Random) -> str:
     """Returns a TOML value of the key's type, of any size."""
     if key.choices:
         return f'"{rng.choice(key.choices)}"'

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launching import ROOT
 from tests.pool import Pool
-from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.comparison import ProcessRecord
 
 NAMES = {"Llama": "llama", "Qwen3": "qwen3", "Mixtral": "mixtral", "gpt-oss": "gpt_oss"}
 
@@ -19,7 +19,7 @@ def functions(file: str, name: str) -> Any:
     return load(f"{ROOT}/tests/interop/{file}.py:{name}")
 
 
-def rank_record(file: str, name: str) -> Record:
+def rank_record(file: str, name: str) -> ProcessRecord:
     from tests.silent_bugs import mesh_of
     from titanlike.tools.verify.record import record
 

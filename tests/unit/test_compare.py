@@ -15,7 +15,7 @@ from titanlike.tools.comparison import reader
 from titanlike.tools.comparison.differences import differences
 from titanlike.tools.comparison.page import page
 from titanlike.tools.comparison.reader import TRAINING, VALIDATION, MetricsReader
-from titanlike.tools.comparison.runs import Run, Runs, find, unique_names
+from titanlike.tools.comparison.runs import ComparedRun, Runs, find, unique_names
 from titanlike.tools.comparison.series import downsample, make_series, wall_seconds, without_repeated_steps
 from titanlike.utils.file_lock import FileLock
 
@@ -42,7 +42,7 @@ def make(folder: Path, lines: str, recipe: str = "[training]\nsteps = 3\n", **en
     return folder
 
 
-def load(*paths: Path) -> list[Run]:
+def load(*paths: Path) -> list[ComparedRun]:
     return Runs().load(paths, keep=False)
 
 

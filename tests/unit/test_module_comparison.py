@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from titanlike.tools.verify import comparison as phases
-from titanlike.tools.verify.comparison import Comparison, Difference, Record, compare, difference_of
-from titanlike.tools.verify.finding import Finding, first_finding, shown_factor, usual_cause
+from titanlike.tools.verify.comparison import Comparison, Difference, ProcessRecord, compare, difference_of
+from titanlike.tools.verify.finding import Diagnosis, first_finding, shown_factor, usual_cause
 
 SIZES = {"data": 2, "tensor": 4}
 
 
-def record(kind: str, step: int = 1, at: dict[str, int] | None = None, order: Any = (), **tensors: Tensor) -> Record:
+def record(
+    kind: str, step: int = 1, at: dict[str, int] | None = None, order: Any = (), **tensors: Tensor
+) -> ProcessRecord:
     named = {name.replace("__", "."): each for name, each in tensors.items()}
-    return Record(at or {}, {(kind, step): named}, list(order))
+    return ProcessRecord(at or {}, {(kind, step): named}, list(order))
 
 
 def found(
     kind: str, one: dict[str, Tensor], *ranks: dict[str, Tensor], order: Any = (), dimension: str = "tensor"
-) -> Finding | None:
+) -> Diagnosis | None:
     sizes = {dimension: len(ranks)}
     comparisons = compare(
         record(kind, order=order, **one),
@@ -206,13 +208,13 @@ def test_dropout_masks() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, masks = torch.randn(2, 64, generator=generator), torch.rand(2, 64, generator=generator) > 0.5
 
-    def finding(same_input: bool, same_mask: bool) -> Finding | None:
+    def finding(same_input: bool, same_mask: bool) -> Diagnosis | None:
         ranks = []
         for rank in range(2):
             each = record(phases.DROPOUT, 0, {"tensor": rank}, **{"drop #0": masks[0 if same_mask else rank]})
             each.dropout_inputs = {"drop #0": inputs[0 if same_input else rank]}
             ranks.append(each)
-        return first_finding(compare(Record(), ranks), {"tensor": 2}, [])
+        return first_finding(compare(ProcessRecord(), ranks), {"tensor": 2}, [])
 
     assert finding(True, True) is None and finding(False, False) is None
     assert "the mask of drop differs on the ranks of tensor" in str(finding(True, False))

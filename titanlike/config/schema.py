@@ -12,7 +12,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 @dataclass(frozen=True)
-class Key:
+class SchemaKey:
     """One key of a recipe."""
 
     name: str  # dotted: training.seq_len
@@ -39,13 +39,13 @@ class Key:
         return f"{'an' if self.type.startswith('integer') else 'a'} {self.type}{suffix}"
 
 
-def describe(recipe_type: type) -> tuple[Key, ...]:
+def describe(recipe_type: type) -> tuple[SchemaKey, ...]:
     """Returns every key of a recipe type, in the order in which the sections define them."""
     return _describe(recipe_type)
 
 
 @cache
-def _describe(recipe_type: Any) -> tuple[Key, ...]:
+def _describe(recipe_type: Any) -> tuple[SchemaKey, ...]:
     schema = TypeAdapter(recipe_type).json_schema()
     keys = []
     for name, prop in schema["properties"].items():
@@ -74,7 +74,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _key(name: str, section: str, section_doc: str, variant: str, prop: dict[str, Any]) -> Key:
+def _key(name: str, section: str, section_doc: str, variant: str, prop: dict[str, Any]) -> SchemaKey:
     for alternative in prop.get("anyOf", []):  # a value or null
         prop = prop if alternative["type"] == "null" else alternative | prop
     choices = tuple(prop.get("enum", [prop["const"]] if "const" in prop else []))
@@ -92,7 +92,7 @@ def _key(name: str, section: str, section_doc: str, variant: str, prop: dict[str
         for bound, symbol in BOUNDS.items()
         if bound in elements and elements[bound] != LIMIT  # applies to all numbers
     )
-    return Key(
+    return SchemaKey(
         name=name,
         section=section,
         section_doc=section_doc,

@@ -3,7 +3,7 @@
 import rich.console
 
 
-class Console(rich.console.Console):
+class RichConsole(rich.console.Console):
     """A console that reports a closed pipe as `print` does. Rich's own exits with code 1."""
 
     def on_broken_pipe(self) -> None:

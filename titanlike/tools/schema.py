@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from titanlike.config.base import LIMIT
-from titanlike.config.schema import Key, describe
+from titanlike.config.schema import SchemaKey, describe
 
 
 def markdown(programs: Mapping[str, type]) -> str:
@@ -55,10 +55,10 @@ def markdown(programs: Mapping[str, type]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(programs: Mapping[str, type]) -> list[Key]:
+def _rows(programs: Mapping[str, type]) -> list[SchemaKey]:
     """Returns every key of the programs once: as the last program has it, unless that lacks choices of others, which it then
     adds to."""
-    found: dict[str, dict[tuple[str, str], Key]] = {}  # by section, in the order of the last program that has it
+    found: dict[str, dict[tuple[str, str], SchemaKey]] = {}  # by section, in the order of the last program that has it
     for name, recipe_type in programs.items():
         for section, keys in groupby(describe(recipe_type), key=lambda key: key.section):
             old = found.get(section, {})

@@ -16,7 +16,7 @@ from titanlike.config.base import shown
 from titanlike.distributed import environment
 
 if TYPE_CHECKING:
-    from titanlike.tools.comparison.runs import Run
+    from titanlike.tools.comparison.runs import ComparedRun
 
 DESCRIPTION = """\
 Compares runs: progress, losses, throughput with the ratio to the first run, memory, and the keys of their recipes that differ.
@@ -84,9 +84,9 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps(as_json(runs), indent=1))
     else:
         from titanlike.tools.comparison.table import render
-        from titanlike.tools.rich_console import Console
+        from titanlike.tools.rich_console import RichConsole
 
-        console = Console(highlight=False, markup=False, emoji=False)
+        console = RichConsole(highlight=False, markup=False, emoji=False)
         console.print(render(runs, console))
     for path in _write(arguments, runs, refresh=0.0):
         print(f"wrote {path}", file=sys.stderr if arguments.json else sys.stdout)
@@ -106,7 +106,7 @@ def _paths(arguments: argparse.Namespace) -> list[Path]:
     return find(named)
 
 
-def _write(arguments: argparse.Namespace, runs: "Sequence[Run]", *, refresh: float) -> list[Path]:
+def _write(arguments: argparse.Namespace, runs: "Sequence[ComparedRun]", *, refresh: float) -> list[Path]:
     """Writes the files that the command line names. A page reloads itself every `refresh` seconds, unless that is 0."""
     if arguments.html:
         from titanlike.tools.comparison.page import page
@@ -129,11 +129,11 @@ def _watch(arguments: argparse.Namespace) -> None:
 
     from titanlike.tools.comparison.runs import Runs
     from titanlike.tools.comparison.table import render
-    from titanlike.tools.rich_console import Console
+    from titanlike.tools.rich_console import RichConsole
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = RichConsole(highlight=False, markup=False, emoji=False)
     source = Runs()
-    runs: list[Run] = []
+    runs: list[ComparedRun] = []
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:

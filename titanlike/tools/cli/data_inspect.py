@@ -50,9 +50,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
     from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json
-    from titanlike.tools.rich_console import Console
+    from titanlike.tools.rich_console import RichConsole
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = RichConsole(highlight=False, soft_wrap=True)
     try:
         if recipe_path(arguments.path).suffix != ".toml":
             if overrides:

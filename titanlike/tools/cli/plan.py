@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
     from titanlike.tools.planning.job import Job
     from titanlike.tools.planning.program import Program
-    from titanlike.tools.rich_console import Console
+    from titanlike.tools.rich_console import RichConsole
 
 DESCRIPTION = """\
 Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    progress = Progress(enabled=sys.stdout.isatty() and not arguments.json)
+    progress = ProgressBar(enabled=sys.stdout.isatty() and not arguments.json)
     try:
         _refuse_unknown(overrides)
         code = _run(arguments, overrides, progress)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     sys.exit(code)
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on a terminal; nothing elsewhere, where the output may be read by a program."""
 
     def __init__(self, *, enabled: bool) -> None:
@@ -124,7 +124,7 @@ class Request:
     recipe: PretrainRecipe
     hardware: "Hardware"
     program: "Program"
-    progress: Progress
+    progress: ProgressBar
 
     def job(self, num_gpus: int) -> "Job":
         """Returns the recipe on this number of GPUs."""
@@ -138,7 +138,7 @@ class Request:
         return self.arguments.measured is not None
 
 
-def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Progress) -> int:
+def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: ProgressBar) -> int:
     if arguments.calibrate:
         return _calibrate(arguments)
     counts = _counts(arguments)
@@ -340,7 +340,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from titanlike.tools.planning.calibrate import calibrate
 
     with processes.session("auto") as device:
-        progress = Progress(enabled=sys.stderr.isatty())
+        progress = ProgressBar(enabled=sys.stderr.isatty())
         calibrate(device, Path(arguments.calibrate), progress)
         progress.close()
     return 0
@@ -388,10 +388,10 @@ def _refuse_unknown(overrides: Sequence[str]) -> None:
             )
 
 
-def _console() -> "Console":
-    from titanlike.tools.rich_console import Console
+def _console() -> "RichConsole":
+    from titanlike.tools.rich_console import RichConsole
 
-    return Console(highlight=False, markup=False, emoji=False)
+    return RichConsole(highlight=False, markup=False, emoji=False)
 
 
 def _print_written(request: Request, path: Path) -> None:

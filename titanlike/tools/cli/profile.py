@@ -169,7 +169,7 @@ def _print(
     on_gpu: bool,
 ) -> None:
     from titanlike.tools.planning.report import table
-    from titanlike.tools.rich_console import Console
+    from titanlike.tools.rich_console import RichConsole
 
     planned = _planned_parts(plan) if plan else {}
     longest = max(profile.seconds for profile in profiles)
@@ -195,7 +195,7 @@ def _print(
     for name in names:
         result.add_row(name, *cells(name))
     result.add_row("step", *(text for total in totals for text in (f"{total * scale:,.{digits}f}", "")), style="bold")
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = RichConsole(highlight=False, markup=False, emoji=False)
     console.print()
     console.print(result)
     for axis in dict.fromkeys(axis for profile in profiles for axis in profile.hidden):

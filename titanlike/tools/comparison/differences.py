@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlike.config.base import printable
-from titanlike.tools.comparison.runs import Run
+from titanlike.tools.comparison.runs import ComparedRun
 
 IGNORED = {("run", "name")}  # of every run its own
 ENVIRONMENT = (
@@ -24,7 +24,7 @@ ENVIRONMENT = (
 
 
 @dataclass(frozen=True)
-class Difference:
+class KeyDifference:
     """A key and its value in each run, as in TOML; None where a run does not have it."""
 
     section: str
@@ -37,7 +37,7 @@ class Difference:
         return f"{self.section}.{self.key}" if self.section else self.key
 
 
-def differences(runs: Sequence[Run]) -> list[Difference]:
+def differences(runs: Sequence[ComparedRun]) -> list[KeyDifference]:
     """Returns the keys that differ, in the order of the recipes. Runs without a recipe, such as a metrics file, are left out of
     the comparison."""
     tables = [_flat(run) for run in runs]
@@ -49,11 +49,11 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         source = [run.environment if section == "environment" else run.recipe for run in runs]
         known = {value for value, values_of_run in zip(values, source, strict=True) if values_of_run}
         if len(known) > 1:
-            found.append(Difference(printable(section), printable(key), tuple(values)))
+            found.append(KeyDifference(printable(section), printable(key), tuple(values)))
     return found
 
 
-def _flat(run: Run) -> dict[tuple[str, str], str]:
+def _flat(run: ComparedRun) -> dict[tuple[str, str], str]:
     """Returns the values of a run by section and key. The program is `recipe` in a recipe."""
     values: dict[tuple[str, str], str] = {}
     for name, value in run.recipe.items():

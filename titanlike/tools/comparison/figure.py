@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.tools.comparison.runs import Run
+from titanlike.tools.comparison.runs import ComparedRun
 from titanlike.tools.comparison.table import ratio
 from titanlike.tools.planning.figure import style
 
@@ -19,7 +19,7 @@ LINES = ("-", "--", ":", "-.")  # of runs beyond the number of colors
 MAX_NAME = 28
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[ComparedRun], path: Path) -> None:
     """Draws training loss, validation loss and throughput."""
     import matplotlib
 
@@ -44,7 +44,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _draw_losses(axes: "Axes", runs: Sequence[Run], metric: str) -> None:
+def _draw_losses(axes: "Axes", runs: Sequence[ComparedRun], metric: str) -> None:
     for index, run in enumerate(runs):
         if metric not in run.series:
             continue
@@ -70,7 +70,7 @@ def _draw_losses(axes: "Axes", runs: Sequence[Run], metric: str) -> None:
         axes.legend(frameon=False, fontsize=7)
 
 
-def _draw_throughput(axes: "Axes", runs: Sequence[Run]) -> None:
+def _draw_throughput(axes: "Axes", runs: Sequence[ComparedRun]) -> None:
     rates = [run.summary.tokens_per_second or 0.0 for run in runs]
     bars = axes.barh(range(len(runs)), rates, color=[COLORS[i % len(COLORS)] for i in range(len(runs))], height=0.7)
     ratios = [ratio(run.summary, runs[0].summary) for run in runs]

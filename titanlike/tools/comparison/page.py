@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.tools.comparison.differences import differences
-from titanlike.tools.comparison.runs import Run
+from titanlike.tools.comparison.runs import ComparedRun
 from titanlike.tools.comparison.series import Array, Series
 from titanlike.tools.comparison.table import problems, ratio
 
@@ -20,7 +20,7 @@ DIGITS = 6  # significant, of a value
 EXACT = 15  # of a step
 
 
-def page(runs: Sequence[Run], *, refresh: float = 0.0) -> str:
+def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
     """Returns the page. It reloads itself every `refresh` seconds, unless that is 0."""
     baseline = runs[0].summary
     data = {

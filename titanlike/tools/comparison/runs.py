@@ -44,7 +44,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A run as it is compared."""
 
     name: str
@@ -109,7 +109,7 @@ class Runs:
     def __init__(self) -> None:
         self._readers: dict[Path, MetricsReader] = {}
 
-    def load(self, paths: Sequence[Path], *, keep: bool) -> list[Run]:
+    def load(self, paths: Sequence[Path], *, keep: bool) -> list[ComparedRun]:
         """Returns the runs, the first one of which is the baseline. `keep` retains what is needed to read them again quickly."""
         num_buckets = max(MIN_BUCKETS, min(MAX_BUCKETS, TOTAL_BUCKETS // max(len(paths), 1)))
         runs = []
@@ -125,7 +125,7 @@ class Runs:
         return runs
 
 
-def _make_run(path: Path, name: str, columns: Columns, damaged_lines: Sequence[int], num_buckets: int) -> Run:
+def _make_run(path: Path, name: str, columns: Columns, damaged_lines: Sequence[int], num_buckets: int) -> ComparedRun:
     recipe, recipe_problem = _read_values(path / RECIPE)
     environment, environment_problem = _read_values(path / "environment.json")
     records = without_repeated_steps(columns)
@@ -133,7 +133,7 @@ def _make_run(path: Path, name: str, columns: Columns, damaged_lines: Sequence[i
     num_steps = training.get("steps") if isinstance(training, dict) else None
     summary = _summarize(records, num_steps if isinstance(num_steps, int) else None, path, damaged_lines)
     series, axis = curves(records, num_buckets)
-    return Run(name, path, recipe, environment, recipe_problem or environment_problem, summary, series, axis)
+    return ComparedRun(name, path, recipe, environment, recipe_problem or environment_problem, summary, series, axis)
 
 
 def _summarize(records: dict[int, Columns], num_steps: int | None, path: Path, damaged_lines: Sequence[int]) -> Summary:

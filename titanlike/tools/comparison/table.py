@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlike.config.base import shown
-from titanlike.tools.comparison.differences import Difference, differences
-from titanlike.tools.comparison.runs import Run, Summary
+from titanlike.tools.comparison.differences import KeyDifference, differences
+from titanlike.tools.comparison.runs import ComparedRun, Summary
 
 Cell = Callable[[Summary, Summary], str]  # of a run's summary and the baseline's
 MAX_NAME = 32
@@ -42,7 +42,7 @@ NARROW = (
 )
 
 
-def render(runs: Sequence[Run], console: Console) -> RenderableType:
+def render(runs: Sequence[ComparedRun], console: Console) -> RenderableType:
     """Returns the tables of the runs, their recipe differences and what could not be read, to fit the width of the console."""
     whole = _table(runs, COLUMNS)
     fits = Measurement.get(console, console.options.update(max_width=1000), whole).maximum <= console.width
@@ -56,7 +56,7 @@ def render(runs: Sequence[Run], console: Console) -> RenderableType:
     return Group(*parts, *([blank, *notes] if notes else []))
 
 
-def problems(run: Run) -> list[str]:
+def problems(run: ComparedRun) -> list[str]:
     """Returns what is wrong with the files of a run, and the steps that it skipped."""
     notes = [f"{run.name}: {run.problem}"] if run.problem else []
     damaged = run.summary.damaged_lines
@@ -69,7 +69,7 @@ def problems(run: Run) -> list[str]:
     return notes
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Returns the comparison as data. The first run is the baseline of the ratios."""
     baseline = runs[0].summary
     rows = [
@@ -118,7 +118,7 @@ def number(value: float | None, format_spec: str) -> str:
     return UNKNOWN if value is None else format(value, format_spec)
 
 
-def _table(runs: Sequence[Run], columns: dict[str, Cell]) -> Table:
+def _table(runs: Sequence[ComparedRun], columns: dict[str, Cell]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=MAX_NAME, min_width=8)
     for name in columns:
@@ -129,7 +129,7 @@ def _table(runs: Sequence[Run], columns: dict[str, Cell]) -> Table:
     return table
 
 
-def _differences_table(found: Sequence[Difference], names: Sequence[str]) -> Table:
+def _differences_table(found: Sequence[KeyDifference], names: Sequence[str]) -> Table:
     table = Table(
         title="Differences of the recipes and environments", title_justify="left", title_style="bold", box=None,
         pad_edge=False, show_header=False,
@@ -145,7 +145,7 @@ def _differences_table(found: Sequence[Difference], names: Sequence[str]) -> Tab
     return table
 
 
-def _by_value(difference: Difference, names: Sequence[str]) -> str:
+def _by_value(difference: KeyDifference, names: Sequence[str]) -> str:
     """Returns the values, the baseline's first, each with the runs that have it."""
     groups: dict[str | None, list[str]] = {}
     for value, name in zip(difference.values, names, strict=True):

@@ -25,7 +25,7 @@ from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResul
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
 from titanlike.tools.data.inputs import list_inputs
-from titanlike.tools.data.quality.options import FOLDER, Job, Quality, Stage
+from titanlike.tools.data.quality.options import FOLDER, Quality, Stage, WorkerOptions
 from titanlike.tools.data.quality.report import REASONS
 from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
 from titanlike.tools.data.workers import process_in_parallel, process_serially
@@ -108,7 +108,7 @@ def prepare(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a folder of token shards; give another --out")
         units = _plan(partial, files, parameters)
-        job = Job(partial, tokenizer, fields, validation_share, bad == "skip", test_share, quality)
+        job = WorkerOptions(partial, tokenizer, fields, validation_share, bad == "skip", test_share, quality)
         results = _process(units, job, built, workers, on_progress)
         found = build_report(results, job)
         if not found.documents["kept"].documents and found.removed:
@@ -194,7 +194,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 def _process(
-    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
+    units: Sequence[WorkUnit], job: WorkerOptions, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> list[WorkUnitResult]:
     """Does all passes over the work units that are not finished. Returns the results of tokenization, in order."""
     results: dict[int, WorkUnitResult] = {}
@@ -204,7 +204,7 @@ def _process(
 
 
 def _process_stage(
-    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
+    units: Sequence[WorkUnit], job: WorkerOptions, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> dict[int, WorkUnitResult]:
     """Does one pass over the work units that are not finished. Returns the results of tokenization by the number of the unit."""
     token_bytes = np.dtype(tokenizer.dtype).itemsize

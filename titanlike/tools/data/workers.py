@@ -22,14 +22,16 @@ from titanlike.config import UserError
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import write_result
-from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.stages import process
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds
 
 
-def process_work_unit(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
+def process_work_unit(
+    unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress
+) -> WorkUnitResult | None:
     """Does one pass over a work unit and writes its result."""
     result = process(unit, job, tokenizer, report)
     if result:
@@ -38,7 +40,7 @@ def process_work_unit(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: Re
 
 
 def process_serially(
-    units: Sequence[WorkUnit], job: Job, tokenizer: Tokenizer, report: ReportProgress
+    units: Sequence[WorkUnit], job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress
 ) -> list[WorkUnitResult | None]:
     """Processes work units in this process. Calls `report` like `process_in_parallel`."""
     read = tokens = 0
@@ -58,7 +60,7 @@ def process_serially(
 
 
 def process_in_parallel(
-    units: Sequence[WorkUnit], job: Job, num_workers: int, report: ReportProgress
+    units: Sequence[WorkUnit], job: WorkerOptions, num_workers: int, report: ReportProgress
 ) -> list[WorkUnitResult | None]:
     """Processes work units in `num_workers` processes, which have ended when this function returns or raises.
 
@@ -128,10 +130,10 @@ def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status
 
 
 # State of a worker process. An initializer of ProcessPoolExecutor can only set globals.
-_state: tuple[Job, Tokenizer, Any]
+_state: tuple[WorkerOptions, Tokenizer, Any]
 
 
-def _initialize(job: Job, status: Any) -> None:
+def _initialize(job: WorkerOptions, status: Any) -> None:
     global _state
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Each process has a core: the library's own threads would compete with the other processes.

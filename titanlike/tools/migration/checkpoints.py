@@ -37,7 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Program:
+class CheckpointFormat:
     """What the checkpoints of another program are recognized by, and where things are in them."""
 
     parts: Callable[[TransformerConfig, Collection[str]], dict[str, Part]]
@@ -71,7 +71,7 @@ def _megatron_step(folder: DCPFolder) -> int:
 
 
 PROGRAMS = {
-    "torchtitan": Program(
+    "torchtitan": CheckpointFormat(
         parts=torchtitan_parts,
         evidence="layers.0.attention.wq.",
         state_key="optimizer.state.{key}.{kind}",
@@ -79,7 +79,7 @@ PROGRAMS = {
         step=_torchtitan_step,
         ignored=r"optimizer\.|.*freqs_cis$",
     ),
-    "megatron": Program(
+    "megatron": CheckpointFormat(
         parts=megatron_parts,
         evidence="self_attention.linear_qkv.",
         state_key="optimizer.state.{kind}.{key}",
@@ -200,7 +200,7 @@ def _read(folder: DCPFolder, part: Part) -> Tensor:
     return (values if part.rows is None else values[part.rows]).contiguous()
 
 
-def _check(folder: DCPFolder, program: Program, parts: Mapping[str, Part], config: TransformerConfig) -> None:
+def _check(folder: DCPFolder, program: CheckpointFormat, parts: Mapping[str, Part], config: TransformerConfig) -> None:
     """Raises `UserError` unless a checkpoint has exactly the weights of a model."""
     expected = {part.key: part.shape for part in parts.values()}
     found = {key for key in folder.tensors if program.is_weight(key)}
@@ -228,7 +228,9 @@ def _check(folder: DCPFolder, program: Program, parts: Mapping[str, Part], confi
             )
 
 
-def _state_problem(folder: DCPFolder, program: Program, parts: Mapping[str, Part], recipe: PretrainRecipe) -> str:
+def _state_problem(
+    folder: DCPFolder, program: CheckpointFormat, parts: Mapping[str, Part], recipe: PretrainRecipe
+) -> str:
     """Returns why the state of the optimizer cannot be imported, or "" if it can."""
     optimizer = recipe.optimizer
     keys = [program.moment(part, kind).key for part in parts.values() for kind in MOMENTS]

@@ -113,7 +113,7 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCollectives:
     """What the collectives of a block depend on."""
 
     layers: list["Layer"]  # attention and feed-forward, in the order of the forward pass
@@ -145,7 +145,7 @@ class Layer:
     gathers: bool = True  # its input, which is sharded along the sequence with tensor parallelism
 
 
-def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
+def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[BlockCollectives]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
     for number, stage in stages.items():
@@ -169,7 +169,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             if experts and not any(layer.experts for layer in layers):
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
-            yield Block(
+            yield BlockCollectives(
                 layers,
                 checkpointing.mode == "full",
                 needs_grad,
@@ -181,7 +181,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             needs_grad = needs_grad or bool(adapted)
 
 
-def _tensor(job: Job, block: Block, totals: Totals) -> None:
+def _tensor(job: Job, block: BlockCollectives, totals: Totals) -> None:
     """Each layer gathers its input, which is sharded along the sequence, and scatters its output; the backward pass does the
     reverse. A gather that only float8 matmuls read sends float8."""
     recipe, num = job.recipe, job.num_microbatches
@@ -259,7 +259,7 @@ def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
             totals.add("all-reduce", "tensor", "replicated gradients", job.num_microbatches, parameter.size * element)
 
 
-def _context(job: Job, block: Block, totals: Totals) -> None:
+def _context(job: Job, block: BlockCollectives, totals: Totals) -> None:
     """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
     model = job.recipe.model
     elements = job.tokens * job.layout.context * (model.num_kv_heads // job.layout.tensor)
@@ -291,7 +291,7 @@ def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
         totals.add("all-reduce", "tensor", "float8 maxima", 1, sum(sharded) * FLOAT32)
 
 
-def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
+def _activation_maxima(job: Job, block: BlockCollectives, totals: Totals) -> None:
     """Maxima of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
     if job.recipe.float8.scaling != "tensorwise":
         return

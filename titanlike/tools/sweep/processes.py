@@ -25,7 +25,7 @@ STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIG
 LOCK_POLL = 0.5  # seconds
 
 
-class Run(Protocol):
+class TrialRun(Protocol):
     """The run of a trial. It resumes from its newest checkpoint."""
 
     def poll(self) -> int | None:

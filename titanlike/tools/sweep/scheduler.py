@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.tools.sweep.config import SweepPlan, recipe_text
-from titanlike.tools.sweep.processes import STOPPED, Run, read_records, slots, start_run, values_of
+from titanlike.tools.sweep.processes import STOPPED, TrialRun, read_records, slots, start_run, values_of
 from titanlike.tools.sweep.results import Trial, settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
 from titanlike.utils.atomic_write import atomic_write_text
@@ -22,7 +22,7 @@ from titanlike.utils.live_line import LiveLine
 POLL_INTERVAL = 0.25  # seconds
 KILL_DELAY = 30  # seconds after run.shutdown_timeout
 MAX_FAILURES = 3  # in a row from the start
-Start = Callable[[Trial, Mapping[str, str]], Run]
+Start = Callable[[Trial, Mapping[str, str]], TrialRun]
 
 
 class Interrupted(Exception):
@@ -43,7 +43,7 @@ def run_sweep(plan: SweepPlan) -> None:
         study = Study(plan)
         atomic_write_text(plan.path / "recipe.toml", recipe_text(plan, {}))  # later changes do not affect the trials
 
-        def start(trial: Trial, variables: Mapping[str, str]) -> Run:
+        def start(trial: Trial, variables: Mapping[str, str]) -> TrialRun:
             return start_run(plan, trial.number, trial.settings, variables)
 
         if plan.sweep.resources.backend == "ray":
@@ -62,7 +62,7 @@ class Active:
     """A trial that runs."""
 
     trial: Trial
-    run: Run
+    run: TrialRun
     started: float
     file_state: tuple[int, int] = (0, 0)
     last_step: int = 0

@@ -33,7 +33,7 @@ Copy = tuple[Mapping[str, int], Tensor]  # a tensor, and the coordinates of its 
 
 
 @dataclass
-class Record:
+class ProcessRecord:
     """What one process computed. A tensor of a rank is full, or a shard."""
 
     coordinates: dict[str, int] = field(default_factory=dict)  # of the rank in the mesh
@@ -73,8 +73,8 @@ class Comparison:
 
 
 def compare(
-    one: Record,
-    ranks: Sequence[Record],
+    one: ProcessRecord,
+    ranks: Sequence[ProcessRecord],
     batch_dimensions: Sequence[str] = (),
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> list[Comparison]:
@@ -97,7 +97,12 @@ def _when(phase: Phase) -> tuple[int, int, int]:
 
 
 def _compare_tensors(
-    one: Record, ranks: Sequence[Record], kind: str, step: int, batch_dimensions: Sequence[str], tolerance: float
+    one: ProcessRecord,
+    ranks: Sequence[ProcessRecord],
+    kind: str,
+    step: int,
+    batch_dimensions: Sequence[str],
+    tolerance: float,
 ) -> Comparison:
     expected = one.tensors.get((kind, step), {})
     copies: dict[str, list[Copy]] = {name: [] for name in expected}
@@ -286,7 +291,7 @@ def _wrong_part(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _compare_loss(
-    one: Record, ranks: Sequence[Record], step: int, batch_dimensions: Sequence[str], tolerance: float
+    one: ProcessRecord, ranks: Sequence[ProcessRecord], step: int, batch_dimensions: Sequence[str], tolerance: float
 ) -> Comparison:
     """The mean over all ranks that have a loss, or the sum over the parts of the batch, must be the loss of one process."""
     expected = float(one.tensors[LOSS, step]["loss"]) if one.tensors[LOSS, step] else math.nan
@@ -310,7 +315,7 @@ def _compare_loss(
     return Comparison(LOSS, step, 1, worst, (Difference("loss", worst, factor, across),))
 
 
-def _compare_dropout(ranks: Sequence[Record]) -> Comparison:
+def _compare_dropout(ranks: Sequence[ProcessRecord]) -> Comparison:
     """Ranks with the same input must have the same mask, and those with different inputs different masks."""
     wrong = []
     masks = [record.tensors.get((DROPOUT, 0), {}) for record in ranks]

@@ -25,7 +25,7 @@ LOW_PRECISION = 2e-2  # largest relative difference that a sum in bfloat16 expla
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """The first phase that differs, its first tensor, and the usual cause."""
 
     comparison: Comparison
@@ -39,13 +39,13 @@ class Finding:
 
 def first_finding(
     comparisons: Sequence[Comparison], sizes: Mapping[str, int], batch_dimensions: Sequence[str]
-) -> Finding | None:
+) -> Diagnosis | None:
     """Returns what is wrong first, or None if all phases agree. `sizes` are the mesh's."""
     for comparison in comparisons:
         if comparison.wrong:
             first = comparison.wrong[0]
             cause = usual_cause(comparison, first, sizes, batch_dimensions)
-            return Finding(comparison, first, describe(comparison, first), cause)
+            return Diagnosis(comparison, first, describe(comparison, first), cause)
     return None
 
 

@@ -26,8 +26,8 @@ from titanlike.config.base import nearest
 from titanlike.distributed import environment, process_group
 from titanlike.tools.arguments import parse_mesh, parse_tolerance
 from titanlike.tools.verify import comparison as phases
-from titanlike.tools.verify.comparison import Comparison, Record
-from titanlike.tools.verify.finding import Finding, first_finding
+from titanlike.tools.verify.comparison import Comparison, ProcessRecord
+from titanlike.tools.verify.finding import Diagnosis, first_finding
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 from titanlike.utils import system
 
@@ -37,7 +37,7 @@ class Report:
     """The result of a comparison."""
 
     comparisons: list[Comparison]
-    finding: Finding | None
+    finding: Diagnosis | None
 
     def __str__(self) -> str:
         lines = []
@@ -166,8 +166,8 @@ def _verify(source: Functions | str, sizes: dict[str, int], steps: int, toleranc
 
 
 def compare_records(
-    one: Record,
-    ranks: Sequence[Record],
+    one: ProcessRecord,
+    ranks: Sequence[ProcessRecord],
     sizes: Mapping[str, int],
     divided: Sequence[str],
     tolerances: Mapping[str, float] = phases.TOLERANCES,

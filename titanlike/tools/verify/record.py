@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
 from titanlike.tools.verify import comparison as phases
-from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.comparison import ProcessRecord
 from titanlike.utils import compat
 from titanlike.utils.rng import generator_states, restore_generators, seed_generators
 
@@ -70,14 +70,14 @@ def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str
     return [name for name in sizes if name not in MODEL]
 
 
-def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int = 3, seed: int = 0) -> Record:
+def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int = 3, seed: int = 0) -> ProcessRecord:
     """Trains some steps, in one process or as a rank of the mesh, and records what is computed. All ranks call this together."""
     seed_generators(seed)
     model = _call(functions.model, mesh=mesh)
     _check("the function that returns the model", model, nn.Module, "a torch.nn.Module")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("the model has parameters on the meta device; return it with its initial weights, on the CPU")
-    done = Record()
+    done = ProcessRecord()
     if mesh is not None:
         done.coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         parallelize = functions.parallelize or apply_tp_plan
@@ -224,7 +224,7 @@ class _Trainer:
             )
 
     @contextmanager
-    def observed(self, done: Record) -> Iterator[None]:
+    def observed(self, done: ProcessRecord) -> Iterator[None]:
         """Records the first output of each module, and the order of modules and parameters."""
         outputs = done.tensors.setdefault((phases.OUTPUTS, 1), {})
         handles = []
@@ -370,7 +370,7 @@ def _without_dropout() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _recorded_dropout(model: nn.Module, done: Record) -> Iterator[None]:
+def _recorded_dropout(model: nn.Module, done: ProcessRecord) -> Iterator[None]:
     """Records the input and the mask of each dropout. A mask is what dropout makes of ones, since its input may have zeros."""
     masks = done.tensors.setdefault((phases.DROPOUT, 0), {})
     running: list[str] = []

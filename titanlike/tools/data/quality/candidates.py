@@ -12,12 +12,12 @@ from titanlike.data.documents.records import KINDS, PARQUET, count_lines, name_o
 from titanlike.data.tokens.tokenization import FileSpan
 from titanlike.tools.data.quality.filters import Verdict, judge, judge_words
 from titanlike.tools.data.quality.hashing import GROUP, Words, mix, select, words_of
-from titanlike.tools.data.quality.options import Job, Quality
+from titanlike.tools.data.quality.options import Quality, WorkerOptions
 from titanlike.tools.data.quality.report import EXCERPT, REASON_OF, Example, Tallies, Tally, Verdicts
 
 
 @dataclass
-class Candidate:
+class CandidateDocument:
     """A document of a work unit, with the text that the filter of one's own made of it."""
 
     position: int  # in the work unit
@@ -43,7 +43,7 @@ class Candidate:
         return Example(order, self.where, self.text[:EXCERPT], detail)
 
 
-def skip_bad(job: Job) -> OnBadRecord | None:
+def skip_bad(job: WorkerOptions) -> OnBadRecord | None:
     """Returns what is done with a bad record before tokenization, which counts those that are skipped."""
     return (lambda _: None) if job.skip_bad_records else None
 
@@ -53,7 +53,9 @@ def order_of(unit: int, position: int) -> int:
     return int(mix(np.array([unit << 32 | position], np.uint64))[0] >> np.uint64(1))
 
 
-def read_candidates(span: FileSpan, job: Job, first: int, bad: OnBadRecord | None) -> Iterator[Candidate]:
+def read_candidates(
+    span: FileSpan, job: WorkerOptions, first: int, bad: OnBadRecord | None
+) -> Iterator[CandidateDocument]:
     """Reads the documents of a span, also those without text. `first` is the position of the first one in the work unit."""
     fields = replace(job.fields, whole_record=job.quality.own is not None and job.quality.own.takes_record)
     chunks: list[Document] = []
@@ -63,14 +65,14 @@ def read_candidates(span: FileSpan, job: Job, first: int, bad: OnBadRecord | Non
             document, text = chunks[0], "".join(each.text for each in chunks)
             document = replace(document, text=text, size=sum(each.size for each in chunks), last=True)
             content = text.encode()
-            yield Candidate(first, span, document, text, content, len(content))
+            yield CandidateDocument(first, span, document, text, content, len(content))
             first += 1
             chunks = []
 
 
-def grouped(candidates: Iterator[Candidate]) -> Iterator[list[Candidate]]:
+def grouped(candidates: Iterator[CandidateDocument]) -> Iterator[list[CandidateDocument]]:
     """Groups documents, so that numpy's calls are for many short ones."""
-    group: list[Candidate] = []
+    group: list[CandidateDocument] = []
     size = 0
     for candidate in candidates:
         group.append(candidate)
@@ -94,7 +96,7 @@ def position_of(span: FileSpan, record: int) -> str:
     return f"{file.name}, {name_of_record(file)} {before + record + 1}"
 
 
-def apply_own_filter(candidate: Candidate, quality: Quality) -> bool:
+def apply_own_filter(candidate: CandidateDocument, quality: Quality) -> bool:
     """Replaces the text by the result of the filter of one's own. Returns whether the document is kept."""
     if quality.own is None or not candidate.text:
         return True
@@ -118,12 +120,12 @@ class Filtered(NamedTuple):
     """A group of documents after the filters."""
 
     reasons: list[str]  # for which each is removed; "" for those that are kept
-    kept: list[Candidate]  # that have text
+    kept: list[CandidateDocument]  # that have text
     words: Words | None  # of those that are kept
 
 
 def filter_group(
-    group: Sequence[Candidate], unit: int, quality: Quality, tallies: Tallies, *, with_words: bool = False
+    group: Sequence[CandidateDocument], unit: int, quality: Quality, tallies: Tallies, *, with_words: bool = False
 ) -> Filtered:
     """Applies all filters to documents, and counts what they remove."""
     verdicts: list[Verdict | None] = [None] * len(group)
@@ -151,12 +153,12 @@ def filter_group(
 def survivors(
     span: FileSpan,
     unit: int,
-    job: Job,
+    job: WorkerOptions,
     first: int,
     verdicts: Verdicts | None,
     tallies: Tallies,
     bad: OnBadRecord | None,
-) -> Iterator[list[tuple[Candidate, str]]]:
+) -> Iterator[list[tuple[CandidateDocument, str]]]:
     """Yields the documents of a span in groups, with the reason for which each is removed, "" for those that are kept. That is
     decided here, unless an earlier stage has written its verdicts."""
     for group in grouped(read_candidates(span, job, first, bad)):
@@ -174,6 +176,6 @@ def survivors(
         yield [(each, REASON_OF.get(int(verdicts[each.position]), "")) for each in group]
 
 
-def _folded(candidate: Candidate) -> bytes:
+def _folded(candidate: CandidateDocument) -> bytes:
     """Returns the text in lower case, where that is more than the hashes of words do themselves."""
     return candidate.content if candidate.content.isascii() else candidate.text.lower().encode()

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, check_unchanged
-from titanlike.tools.data.quality.candidates import Candidate, filter_group, grouped, read_candidates, skip_bad
+from titanlike.tools.data.quality.candidates import CandidateDocument, filter_group, grouped, read_candidates, skip_bad
 from titanlike.tools.data.quality.forest import Parents, compress, equal_neighbors, link
 from titanlike.tools.data.quality.hashing import Hashes, Numbers, mix, shingles_of
 from titanlike.tools.data.quality.minhash import band_keys, signatures_of
-from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.report import CODES, NUM_EXAMPLES, REASON_OF, Tallies, Verdicts, tallies_to_json
 from titanlike.tools.data.quality.runs import merge, write_run
 from titanlike.utils.atomic_write import atomic_write_text, atomic_writer, fsync_directory, write_all
@@ -45,7 +45,7 @@ class Merged:
     """For each reason, pairs of a duplicate and the document that is kept for it: each a work unit and a position in it."""
 
 
-def find_keys(unit: WorkUnit, job: Job, report: ReportProgress) -> None:
+def find_keys(unit: WorkUnit, job: WorkerOptions, report: ReportProgress) -> None:
     """Filters the documents of a work unit and writes the keys of those that are kept, and what the merge needs besides."""
     verdicts, tallies = bytearray(), dict[str, Any]()
     keyed, exact = array("I"), array("Q")
@@ -75,7 +75,13 @@ def find_keys(unit: WorkUnit, job: Job, report: ReportProgress) -> None:
 
 
 def _write(
-    unit: int, job: Job, verdicts: bytearray, tallies: Tallies, keys: tuple[Any, Any], bands: Any, band_documents: Any
+    unit: int,
+    job: WorkerOptions,
+    verdicts: bytearray,
+    tallies: Tallies,
+    keys: tuple[Any, Any],
+    bands: Any,
+    band_documents: Any,
 ) -> None:
     folder, codes = job.stages, np.frombuffer(verdicts, np.uint8)
     parents: Parents = np.arange(len(codes), dtype=np.uint32)
@@ -107,7 +113,7 @@ def _write_keys(path: Path, keys: Hashes, documents: Numbers) -> None:
     write_run(path, unique, documents[first].astype(np.uint32))
 
 
-def _exact_key(candidate: Candidate) -> int:
+def _exact_key(candidate: CandidateDocument) -> int:
     prompt = candidate.document.prompt.encode()
     digest = hashlib.blake2b(candidate.content, digest_size=8, key=hashlib.sha256(prompt).digest() if prompt else b"")
     return int.from_bytes(digest.digest(), "little")
@@ -124,7 +130,7 @@ def read_result(folder: Path, unit: int) -> dict[str, Any] | None:
         return None
 
 
-def merge_keys(job: Job, num_units: int) -> Merged:
+def merge_keys(job: WorkerOptions, num_units: int) -> Merged:
     """Joins the documents of all work units and writes the verdict on each. Done once."""
     folder, quality = job.stages, job.quality
     merged = read_merged(folder)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, check_unchanged
-from titanlike.tools.data.quality.candidates import Candidate, skip_bad, survivors
+from titanlike.tools.data.quality.candidates import CandidateDocument, skip_bad, survivors
 from titanlike.tools.data.quality.hashing import Hashes, lines_of
-from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.report import Verdicts
 from titanlike.tools.data.quality.runs import is_complete, merge, write_run
 from titanlike.utils.atomic_write import atomic_writer, fsync_directory, write_all
@@ -22,7 +22,7 @@ COUNTED, REPEATED = "lines-{:05d}", "repeated-lines"
 MAX_REMOVED = 0.5  # of a document's visible bytes that are in such lines; a document with more is removed
 
 
-def count_lines(unit: WorkUnit, job: Job, verdicts: Verdicts | None, report: ReportProgress) -> None:
+def count_lines(unit: WorkUnit, job: WorkerOptions, verdicts: Verdicts | None, report: ReportProgress) -> None:
     """Writes the lines of the documents of a work unit that are kept, with the number of documents that have each."""
     found: list[Hashes] = []
     first = 0
@@ -52,7 +52,7 @@ def is_counted(folder: Path, unit: int) -> bool:
     return is_complete(folder / COUNTED.format(unit))
 
 
-def merge_lines(job: Job, units: Sequence[int]) -> None:
+def merge_lines(job: WorkerOptions, units: Sequence[int]) -> None:
     """Writes the lines that at least `repeated_lines` documents have. Done once."""
     path = job.stages / REPEATED
     if path.exists():
@@ -82,7 +82,7 @@ class Cleaned(NamedTuple):
     dominated: bool  # more than `MAX_REMOVED` of it are such lines
 
 
-def remove_lines(candidates: Sequence[Candidate], repeated: Hashes) -> dict[int, Cleaned]:
+def remove_lines(candidates: Sequence[CandidateDocument], repeated: Hashes) -> dict[int, Cleaned]:
     """Removes the repeated lines of documents, unless most of a document are such lines. Returns what was removed from those that
     have some, by their position in the work unit."""
     if not candidates or not len(repeated):
@@ -98,7 +98,7 @@ def remove_lines(candidates: Sequence[Candidate], repeated: Hashes) -> dict[int,
     return cleaned
 
 
-def _remove(candidate: Candidate, starts: list[int], ends: list[int]) -> Cleaned:
+def _remove(candidate: CandidateDocument, starts: list[int], ends: list[int]) -> Cleaned:
     content = candidate.content
     rest = b"".join(content[first:last] for first, last in zip([0, *ends], [*starts, len(content)], strict=True))
     visible, left = (len(each.translate(None, b" \t\r\n\v\f")) for each in (content, rest))

@@ -64,7 +64,7 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Job(Options):
+class WorkerOptions(Options):
     """What worker processes do with each work unit."""
 
     quality: Quality = Quality()

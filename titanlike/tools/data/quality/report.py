@@ -80,7 +80,7 @@ def _smallest(examples: list[Example]) -> list[Example]:
 Tallies = dict[str, Tally]
 
 
-class Totals(Tallies):
+class TallyTotals(Tallies):
     """The sum of tallies."""
 
     def add(self, tallies: Tallies) -> None:
@@ -103,7 +103,7 @@ def tallies_from_json(values: Mapping[str, Any]) -> Tallies:
 
 
 @dataclass(frozen=True)
-class Report:
+class QualityReport:
     """The content of `report.json`."""
 
     options: dict[str, Any]  # of the stages, those that differ from the defaults

@@ -17,7 +17,7 @@ from titanlike.utils.atomic_write import atomic_writer, write_all
 MAX_RECORDS = 2**21  # of a part: about 100 MiB while it is merged
 
 
-class Part(NamedTuple):
+class MergedPart(NamedTuple):
     """The records of all files in a range of keys."""
 
     keys: Hashes  # (R,)
@@ -42,7 +42,7 @@ def is_complete(path: Path) -> bool:
         return False
 
 
-def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[Part]:
+def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[MergedPart]:
     """Yields the records of all files by ranges of keys, in ascending order of the ranges."""
     counts = [(path.stat().st_size - 8) // 12 for path in paths]
     num_parts = max(1, -(-sum(counts) // (max_records or MAX_RECORDS)))
@@ -53,7 +53,7 @@ def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[Par
         keys, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         sizes = [len(keys) for keys, _ in found]
         positions = [begin + size for begin, size in zip(positions, sizes, strict=True)]
-        yield Part(keys, numbers, np.repeat(np.arange(len(paths), dtype=np.int32), sizes))
+        yield MergedPart(keys, numbers, np.repeat(np.arange(len(paths), dtype=np.int32), sizes))
 
 
 def _read(path: Path, count: int, begin: int, stop: np.uint64 | None) -> tuple[Hashes, npt.NDArray[np.uint32]]:

@@ -8,13 +8,13 @@ import numpy as np
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.tools.data.quality import duplicates, lines
-from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.report import (
     CODES,
     Example,
-    Report,
+    QualityReport,
     Tally,
-    Totals,
+    TallyTotals,
     tallies_from_json,
     tallies_to_json,
 )
@@ -25,7 +25,7 @@ from titanlike.utils.atomic_write import atomic_write_text
 COPIES, TALLIES = "copies-{:05d}", "tallies-{:05d}.json"
 
 
-def process(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
+def process(unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
     """Does the pass `job.stage` over a work unit. Returns the result of tokenization; the other passes write files only."""
     if job.stage == "duplicates":
         duplicates.find_keys(unit, job, report)
@@ -50,7 +50,7 @@ def process(unit: WorkUnit, job: Job, tokenizer: Tokenizer, report: ReportProgre
     return result
 
 
-def is_finished(unit: int, job: Job) -> bool:
+def is_finished(unit: int, job: WorkerOptions) -> bool:
     """Whether an earlier start wrote what the pass `job.stage` writes for a work unit, besides the result of tokenization."""
     if job.stage == "duplicates":
         return duplicates.read_result(job.stages, unit) is not None
@@ -60,7 +60,7 @@ def is_finished(unit: int, job: Job) -> bool:
     return tallied and is_complete(job.stages / COPIES.format(unit))
 
 
-def finish_stage(units: Sequence[WorkUnit], job: Job) -> None:
+def finish_stage(units: Sequence[WorkUnit], job: WorkerOptions) -> None:
     """Joins what the work units of a pass wrote, for the next one."""
     if job.stage == "duplicates":
         duplicates.merge_keys(job, len(units))
@@ -68,10 +68,10 @@ def finish_stage(units: Sequence[WorkUnit], job: Job) -> None:
         lines.merge_lines(job, range(len(units)))
 
 
-def build_report(results: Sequence[WorkUnitResult], job: Job) -> Report:
+def build_report(results: Sequence[WorkUnitResult], job: WorkerOptions) -> QualityReport:
     """Returns the report, when all passes are finished."""
     units = [result.unit for result in results]
-    tallies, excerpts = Totals(), dict[tuple[int, int], dict[str, str]]()
+    tallies, excerpts = TallyTotals(), dict[tuple[int, int], dict[str, str]]()
     for unit in units if job.quality.reads_documents else []:
         found = json.loads((job.stages / TALLIES.format(unit)).read_text())
         tallies.add(tallies_from_json(found["tallies"]))
@@ -85,7 +85,7 @@ def build_report(results: Sequence[WorkUnitResult], job: Job) -> Report:
     if merged is None:
         parts = merge([job.stages / COPIES.format(unit) for unit in units])
         copies = num_documents - sum(len(np.unique(part.keys)) for part in parts)
-        return Report(job.quality.parameters(), documents, tallies, {"exact": copies})
+        return QualityReport(job.quality.parameters(), documents, tallies, {"exact": copies})
     for unit in units:
         before = duplicates.read_result(job.stages, unit)
         tallies.add(tallies_from_json(before["tallies"]) if before else {})
@@ -95,7 +95,7 @@ def build_report(results: Sequence[WorkUnitResult], job: Job) -> Report:
             tallies[reason].examples = [_example(order, *pair) for order, pair in enumerate(examples)]
     counts = {"exact": merged.exact} | ({"near": merged.near} if job.quality.finds_near_duplicates else {})
     in_order = dict(sorted(tallies.items(), key=lambda item: CODES[item[0]]))
-    return Report(job.quality.parameters(), documents, in_order, counts)
+    return QualityReport(job.quality.parameters(), documents, in_order, counts)
 
 
 def _example(order: int, copy: dict[str, str], kept: dict[str, str]) -> Example:

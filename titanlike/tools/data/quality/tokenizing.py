@@ -6,10 +6,10 @@ from typing import Any
 
 from titanlike.data.documents.readers import Document, OnBadRecord, chunks_of
 from titanlike.data.tokens.tokenization import FileSpan
-from titanlike.tools.data.quality.candidates import Candidate, order_of, survivors
+from titanlike.tools.data.quality.candidates import CandidateDocument, order_of, survivors
 from titanlike.tools.data.quality.hashing import Hashes
 from titanlike.tools.data.quality.lines import Cleaned, remove_lines
-from titanlike.tools.data.quality.options import Job
+from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.report import EXCERPT, Tallies, Tally, Verdicts
 
 READ, KEPT, CHANGED, CLEANED = "read", "kept", "changed", "cleaned"  # tallies of documents that are not removed
@@ -19,7 +19,7 @@ class KeptDocuments:
     """Reads the documents of a work unit that are kept, in chunks."""
 
     def __init__(
-        self, unit: int, job: Job, verdicts: Verdicts | None, repeated: Hashes | None, wanted: set[int]
+        self, unit: int, job: WorkerOptions, verdicts: Verdicts | None, repeated: Hashes | None, wanted: set[int]
     ) -> None:
         self.unit, self.job = unit, job
         self.verdicts, self.repeated, self.wanted = verdicts, repeated, wanted
@@ -49,12 +49,12 @@ class KeptDocuments:
                 unreported = 0
             unreported += sum(candidate.document.size for candidate, reason in group if reason)
 
-    def _excerpt(self, candidate: Candidate) -> None:
+    def _excerpt(self, candidate: CandidateDocument) -> None:
         if candidate.position in self.wanted:
             text = candidate.document.text[:EXCERPT]
             self.excerpts[str(candidate.position)] = {"where": candidate.where, "text": text}
 
-    def _count_candidate(self, candidate: Candidate, reason: str) -> None:
+    def _count_candidate(self, candidate: CandidateDocument, reason: str) -> None:
         """Counts a document before lines are removed from it."""
         if not candidate.document.text:
             return
@@ -65,7 +65,7 @@ class KeptDocuments:
         elif candidate.text is not candidate.document.text:
             self._count(CHANGED, candidate.num_bytes - len(candidate.content))
 
-    def _clean(self, candidate: Candidate, cleaned: Cleaned) -> bool:
+    def _clean(self, candidate: CandidateDocument, cleaned: Cleaned) -> bool:
         """Counts a document that has repeated lines. Returns whether it is kept."""
         reason = "boilerplate" if cleaned.dominated else CLEANED
         tally, order = self.tallies.setdefault(reason, Tally()), order_of(self.unit, candidate.position)
