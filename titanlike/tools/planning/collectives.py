@@ -23,7 +23,7 @@ class Collective:
 PURPOSES = {
     "weights": "gathered by FSDP, for the forward and the backward pass",
     "gradients": "reduced by FSDP",
-    "replicated gradients": "of parameters that tensor-parallel ranks replicate, such as those of norms",
+    "replicated gradients": "of parameters that tensor-parallel ranks replicate, such as norms",
     "tied gradients": "of an embedding and an LM head that are tied, but on different pipeline ranks",
     "activations": "of tensor parallelism and between pipeline stages",
     "keys and values": "of the full sequence, with context parallelism",

@@ -199,7 +199,7 @@ def _cause_of_gradients(
     if is_all and first.size < LOW_PRECISION:
         return "gradients are reduced or accumulated in low precision"
     if first.part:
-        return "the gradient of a part of it is lost or added twice: that of some ranks, experts or tokens"
+        return "the gradient of a part of it is lost or added twice, of some ranks, experts or tokens"
     if is_all:
         return (
             "ranks or micro-batches are weighted otherwise, such as by a mean per rank over different numbers of tokens, or the "
