@@ -41,7 +41,6 @@ from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import Arguments, name_of
-from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
 IMAGE_ACCOUNT = "763104351884"  # hosts the AWS images in these regions
 REGIONS = {
@@ -67,8 +66,6 @@ def main() -> None:
     """Executes the command line."""
     arguments = sys.argv[1:]
     try:
-        refuse_undecodable(arguments)
-        refuse_control_characters({"command line": arguments})
         if arguments and arguments[0] in jobs.COMMANDS:
             sys.exit(jobs.run(arguments))
         options, rest = build_parser().parse_known_args(arguments)

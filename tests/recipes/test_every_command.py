@@ -1,4 +1,4 @@
-"""All commands of `titanlike`, found in its parser: output that cannot be written, a removed working directory, control characters.
+"""All commands of `titanlike`, found in its parser: output that cannot be written, a removed working directory.
 
 A new command needs a line in `invocations`.
 """
@@ -21,10 +21,9 @@ from tests.forkserver import ROOT, Forked
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import environment
 from titanlike.run import launch
-from titanlike.tools.cli.main import MULTILINE, build_parser, main
+from titanlike.tools.cli.main import build_parser, main
 
 DEBUG = str(ROOT / "train_configs/debug.toml")
-CONTROL = ("a\nb", "a\x1b[2Jb", "a\u202eb", "a\x85b", "a\tb")
 
 
 def commands(parser: argparse.ArgumentParser, *words: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -176,22 +175,3 @@ def test_a_removed_working_directory_is_one_sentence(
     (tmp_path / "removed").rmdir()
     errors = refusal(capsys, monkeypatch, *name.split(), *invocations(folder)[name])
     assert errors == "error: the working directory was removed; change to another directory\n"
-
-
-@pytest.mark.parametrize(
-    "words", [["compare"], ["plan", DEBUG, "--run.dir"], ["generate", "model", "--layout"]], ids=" ".join
-)
-def test_control_characters_are_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for text in CONTROL:
-        refusal(capsys, monkeypatch, *words, text)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["generate", "lm_eval"])
-def test_prompts_may_have_several_lines(name: str) -> None:
-    words = {"generate": ["generate", "model", "--prompt=a\nb", "--stop=\n\n"], "lm_eval": ["lm_eval", "a\nb"]}
-    arguments = build_parser().parse_args(words[name])
-    assert "a\nb" in [text for dest in MULTILINE for text in getattr(arguments, dest, [])]

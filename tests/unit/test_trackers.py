@@ -1,4 +1,4 @@
-"""Trackers in threads, records on a full disk and in a deleted file, and the Prometheus endpoint."""
+"""Trackers in threads, records on a full disk, and the Prometheus endpoint."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Metrics
 from titanlike.metrics import services, trackers
 from titanlike.metrics.prometheus import PrometheusEndpoint
-from titanlike.metrics.records import JSONLWriter, Records
+from titanlike.metrics.records import Records
 from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.preflight import check_machine, check_recipe
@@ -241,21 +241,6 @@ def test_tensorboard_events_are_sent_again_to_a_store_that_failed(
         "warning: TensorBoard could not write its last events to memory://events/c; "
         f"{tmp_path / 'c/tensorboard'} has all of them"
     )
-
-
-def test_a_deleted_file_is_written_again_with_all_records(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    writer = JSONLWriter(path)
-    assert writer.log(1, {"loss": 1.0}) == ""
-    path.unlink()
-    path.parent.rmdir()
-    assert writer.log(2, {"loss": 2.0}) == f"{path} was deleted; it is written again"
-    assert writer.log(3, {"loss": 3.0}) == ""
-    assert writer.close() == ""
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": step, "loss": float(step)} for step in (1, 2, 3)
-    ]
 
 
 LAYERS = {f"layers/{number}": 1.0 for number in range(1000)}

@@ -1,6 +1,5 @@
 """What all programs of the command line share: when they refuse to start, and how they end if output cannot be written."""
 
-import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.distributed.environment import fail
 from titanlike.utils import system
 from titanlike.utils.live_line import DISK_FULL, NO_READER, discard, discard_unread_output
@@ -32,10 +32,6 @@ def command_line() -> Iterator[None]:
             sys.stdout.flush()  # raises here what the interpreter would print at its exit
     except OSError as error:
         exit_if_output_failed(error)
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            fail(
-                UserError(f"{error.strerror}; raise the limit of open files, now {system.open_file_limit()}: ulimit -n")
-            )
         raise
 
 
@@ -54,9 +50,12 @@ def exit_if_output_failed(error: OSError) -> None:
 
 
 def _check_process() -> None:
-    """Raises `UserError` for streams and a working directory with which no command works."""
-    if sys.stdout is None or sys.stderr is None:  # the next file that is opened would take the place of the stream
-        raise UserError("standard output or standard error is closed; redirect it, for example to /dev/null")
+    """Raises `UserError` for arguments and a working directory with which no command works."""
+    for argument in sys.argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{shown(argument)} is not text in this terminal's encoding") from None
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -1,7 +1,6 @@
 """The destinations of a run's records: `metrics.jsonl`, trackers and Prometheus. None of them can stop the run."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,19 +9,18 @@ from titanlike.config.sections import Metrics
 from titanlike.metrics import prometheus
 from titanlike.metrics.services import start_tracker
 from titanlike.metrics.trackers import CLOSE_TIMEOUT, BackgroundTracker, RunInfo, Values
-from titanlike.utils.atomic_write import atomic_write_text
 
 if TYPE_CHECKING:
     from titanlike.metrics.prometheus import PrometheusEndpoint
 
 
 class JSONLWriter:
-    """Appends one JSON object per record to a file. While the disk is full, records are buffered. A file that was deleted is
-    written again, with all its records. Methods return a warning for the user, or an empty string."""
+    """Appends one JSON object per record to a file. While the disk is full, records are buffered. Methods return a warning for the
+    user, or an empty string."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("a+b", buffering=0)
+        self._file = path.open("ab", buffering=0)
         self._buffer = b""
         self._warned = False
 
@@ -30,18 +28,16 @@ class JSONLWriter:
         """Writes a record. Returns a warning at the first of consecutive failures."""
         self._buffer += json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
         try:
-            warning = self._restore()
             self._flush()
         except OSError as error:
             warned, self._warned = self._warned, True
             return "" if warned else f"{self.path}: {error.strerror}; records are buffered until there is space"
         self._warned = False
-        return warning
+        return ""
 
     def close(self) -> str:
         """Closes the file. Returns a warning if records are lost."""
         try:
-            self._restore()
             self._flush()
         except OSError as error:
             lost = self._buffer.count(b"\n")
@@ -53,18 +49,6 @@ class JSONLWriter:
     def _flush(self) -> None:
         while self._buffer:
             self._buffer = self._buffer[self._file.write(self._buffer) :]
-
-    def _restore(self) -> str:
-        """Writes a deleted file again: its content exists as long as it is open."""
-        if os.fstat(self._file.fileno()).st_nlink:
-            return ""
-        self._file.seek(0)
-        content = self._file.read()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(self.path, content.decode())
-        self._file.close()
-        self._file = self.path.open("a+b", buffering=0)
-        return f"{self.path} was deleted; it is written again"
 
 
 class Records:

@@ -28,7 +28,7 @@ from titanlike.recipe.load import parse_value, read
 from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
-from titanlike.utils.arguments import parse_int, refuse_control_characters, refuse_undecodable
+from titanlike.utils.arguments import parse_int
 from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
@@ -50,7 +50,6 @@ class Arguments:
         self.check: int | None = None  # number of processes
         self.check_files = True
         self.hardware = ""  # of the plan that --check prints
-        refuse_undecodable(argv)
         remaining = list(argv)
         paths = []
         while remaining:
@@ -88,7 +87,6 @@ class Arguments:
                 elif name != OBJECTIVE and not name.startswith("sagemaker_"):
                     self.overrides.pop(name, None)  # the order of the options matters
                     self.overrides[name] = value
-        refuse_control_characters({f"--{name}": value for name, value in self.overrides.items()})
         if self.hardware and not self.check:
             raise UserError(f"--hardware {shown(self.hardware)}: give it with --check N, or to `titanlike plan`")
         if len(paths) > 1:

@@ -82,11 +82,6 @@ def raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def open_file_limit() -> int:
-    """Returns the number of files that this process may open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def total_memory() -> int | None:
     """Returns the bytes of memory of this machine, or None if the system does not report it."""
     try:

@@ -30,7 +30,6 @@ from titanlike.tools.cli import (
 from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 from titanlike.utils import system
-from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
 # Modules of commands, in the order of --help.
 MODULES = (
@@ -49,9 +48,6 @@ MODULES = (
     evaluate,
     lm_eval,
 )
-
-# Arguments that may have several lines.
-MULTILINE = ("prompt", "stop", "system", "arguments")
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
@@ -104,10 +100,6 @@ def main() -> None:
     if not sys.argv[1:]:
         parser.print_help()
         sys.exit(2)
-    try:
-        refuse_undecodable(sys.argv)
-    except UserError as error:
-        environment.fail(error)
     commands = [*COMMANDS, *WITH_OVERRIDES, "train"]
     if (name := sys.argv[1]) not in commands and (near := nearest(name, commands, cutoff=0.75)):
         environment.fail(UserError(f"{shown(name)} is not a command; did you mean titanlike {near}?"))
@@ -115,10 +107,6 @@ def main() -> None:
     command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
     if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):
         parser.error(f"{command} takes no {shown(' '.join(overrides))}")
-    try:
-        refuse_control_characters({name: value for name, value in vars(arguments).items() if name not in MULTILINE})
-    except UserError as error:
-        environment.fail(error)
     if command in WITH_OVERRIDES:
         WITH_OVERRIDES[command](arguments, overrides)
     else:
