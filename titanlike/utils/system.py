@@ -28,15 +28,10 @@ def ignores_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def kill_with_parent(parent: int) -> None:
-    """Sends SIGKILL to this process when its parent dies. Linux only."""
-    signal_at_parent_death(parent, signal.SIGKILL)
-
-
 def end_with_parent(parent: int) -> None:
     """Makes Ctrl-C end this worker without a stack trace, and the death of its parent, too."""
     exit_on_interrupt()
-    kill_with_parent(parent)
+    signal_at_parent_death(parent, signal.SIGKILL)
 
 
 def signal_at_parent_death(parent: int, number: signal.Signals) -> None:
