@@ -10,7 +10,7 @@ from titanlike import __version__
 from titanlike.config.shipped import REPOSITORY
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import joined
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.run.start import program_of
 from titanlike.tools.clusters.cluster_job import extras_of
 from titanlike.tools.programs import SHIPPED, known_sections, run_program

@@ -19,7 +19,7 @@ from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
 from tests.fuzz.harness import ODD_LITERALS, ODD_TEXT
 from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import Advice, limits

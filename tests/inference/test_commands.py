@@ -18,7 +18,7 @@ from tests.pool import Ranks
 from tests.training import tiny, train
 from titanlike.distributed import launch_config, process_group
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
-from titanlike.run.preflight import check_machine
+from titanlike.run.checks import check_machine
 from titanlike.tools.cli import main as program
 from titanlike.tools.programs import load_known
 

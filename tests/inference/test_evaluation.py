@@ -28,7 +28,7 @@ from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.run.preflight import evaluation_files
+from titanlike.run.checks.machine import evaluation_files
 from titanlike.tools.inference.load import load_for_evaluation
 
 CPU = torch.device("cpu")

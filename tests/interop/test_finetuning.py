@@ -30,7 +30,7 @@ from titanlike.interop.weights import CheckpointWeights, load_weights, open_weig
 from titanlike.models.common.lora import apply_lora
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mixed_precision import cast_parameters
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.adapter import export_adapter
 from titanlike.utils.dtensor import local_tensor
 

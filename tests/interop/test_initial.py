@@ -17,8 +17,8 @@ from titanlike.config.finetune import Lora
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.interop.weights import open_weights
 from titanlike.recipe.dpo import DpoRecipe
+from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.precomputation import version_of_weights
-from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import run_metadata
 
 LAYOUTS = {

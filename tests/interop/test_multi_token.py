@@ -27,7 +27,7 @@ from titanlike.models.deepseek.config import DEEPSEEK_V3_SIZES, DeepseekV3Config
 from titanlike.models.registry import build_model
 from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import DpoRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 
 EOS = 9
 CONFIG = dataclasses.replace(CONFIGS["DeepSeek-V3"], num_mtp_layers=2, mtp_loss_weight=0.6)  # type: ignore[call-arg]

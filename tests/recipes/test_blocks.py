@@ -34,7 +34,7 @@ from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.arguments import parse_layout, parse_mesh
 from titanlike.tools.cli import recipes

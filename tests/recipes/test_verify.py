@@ -22,7 +22,7 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known

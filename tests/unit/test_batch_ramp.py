@@ -14,7 +14,7 @@ from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource, ShuffledMixture
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import make_plan

@@ -20,8 +20,8 @@ from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.losses.distillation import DistillationLoss, KeptLogits, distillation_loss
 from titanlike.losses.top_k import top_k_of
 from titanlike.models.common.layers import LMHead
+from titanlike.run.checks import check_recipe
 from titanlike.run.distillation import set_distillation_loss
-from titanlike.run.preflight import check_recipe
 
 TOKENS, DIM, TEACHER_DIM, VOCAB = 12, 8, 10, 30
 

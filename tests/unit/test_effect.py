@@ -23,7 +23,7 @@ from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.load import dump
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import effective_overrides, load_known, recipe_types
 from titanlike.tools.small_recipe import shrink
 

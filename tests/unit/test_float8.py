@@ -22,7 +22,7 @@ from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.run_dir import recipe_as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)

@@ -10,7 +10,7 @@ import pytest
 from tests.launching import Cli, losses, run
 from titanlike.config.sections import Tokenizer
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools import new_recipe
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.planning.hardware import load_hardware

@@ -29,8 +29,8 @@ from titanlike.models.common.layers import TiedLMHead
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.mlm import MlmRecipe
+from titanlike.run.checks import check_recipe
 from titanlike.run.masked_tokens import loss_and_accuracy
-from titanlike.run.preflight import check_recipe
 
 MASK = 257  # of the byte tokenizer: the first token that it does not have
 SEPARATOR = BYTES.separator.token

@@ -21,7 +21,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.migration import megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.formats import convert

@@ -16,7 +16,7 @@ from titanlike.distributed.environment import RankInfo
 from titanlike.metrics.hardware import device_name, peak_memory_gib
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.run_dir import machine_metadata
 from titanlike.utils import system
 

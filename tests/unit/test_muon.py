@@ -20,7 +20,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
 from titanlike.recipe import PretrainRecipe, load, to_toml
 from titanlike.recipe.finetune import FinetuneRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 

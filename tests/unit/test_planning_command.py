@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.launching import Cli
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import advice, checkpointing_modes
 from titanlike.tools.planning.figure import draw_memory, draw_scaling

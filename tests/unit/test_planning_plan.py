@@ -11,7 +11,7 @@ from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.models.moe.config import MixtralConfig
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device, load_hardware

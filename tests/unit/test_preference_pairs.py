@@ -29,7 +29,7 @@ from titanlike.losses.preferences import Answers, preference_loss
 from titanlike.models.moe.config import Qwen3MoeConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.dpo import DpoRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 
 EOS = 256
 USER = {"role": "user", "content": "a?"}

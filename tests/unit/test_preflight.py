@@ -23,8 +23,9 @@ from titanlike.models.t5.config import T5_SIZES, T5Config
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.seq2seq import Seq2SeqRecipe
-from titanlike.run import preflight
-from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
+from titanlike.run.checks import check_machine, check_recipe
+from titanlike.run.checks.layout import divisibility_problems
+from titanlike.run.checks.recipe import BACKENDS
 from titanlike.run.run_dir import summary
 
 recipe = partial(changed, PretrainRecipe())
@@ -183,9 +184,9 @@ def test_an_invalid_recipe_is_refused_with_the_remedy(keys: str, processes: int,
 def test_small_heads_are_refused_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     small = LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)
     chats = FinetuneRecipe(data=ChatData(path="chats.jsonl"), model=small)
-    monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 0)
+    monkeypatch.setattr("titanlike.run.checks.attention.num_gpus", lambda: 0)
     check_recipe(chats, 1)
-    monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 1)
+    monkeypatch.setattr("titanlike.run.checks.attention.num_gpus", lambda: 1)
     with pytest.raises(UserError, match="requires a head dimension of 16 or more"):
         check_recipe(chats, 1)
     check_recipe(replace(chats, run=replace(chats.run, device="cpu")), 1)
@@ -241,7 +242,9 @@ def test_an_unknown_compile_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=r"did you mean 'inductor'\?"):
         check_recipe(recipe(compile=dict(backend="inducter")), 1)
     entry = EntryPoint("nope", "package:backend", "torch_dynamo_backends")
-    monkeypatch.setattr(preflight, "entry_points", lambda group: [entry] if group == entry.group else [])
+    monkeypatch.setattr(
+        "titanlike.run.checks.recipe.entry_points", lambda group: [entry] if group == entry.group else []
+    )
     check_recipe(nope, 1)
     assert set(BACKENDS) <= set(torch._dynamo.list_backends(None))
 
@@ -358,7 +361,7 @@ def test_a_run_directory_below_a_file_is_refused_and_nothing_is_created(tmp_path
 
 def test_biases_of_positions_that_tensor_parallelism_divides_within_a_block() -> None:
     recipe = Seq2SeqRecipe(model=T5Config(**{**T5_SIZES["xxl"], "size": "xxl"}), parallelism=Parallelism(tensor=2))
-    problems = list(preflight._tensor(replace(recipe, optimizer=Optimizer(state_dtype="8bit"))))
+    problems = list(divisibility_problems(replace(recipe, optimizer=Optimizer(state_dtype="8bit"))))
     assert any(
         "tensor = 2 splits the 64 columns of encoder_bias.weight within a block" in problem for problem in problems
     )

@@ -15,8 +15,8 @@ from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.models.common import attention_logits
 from titanlike.optim import build_optimizer
 from titanlike.optim.qk_clip import QKClip
-from titanlike.run.option_problems import qk_clip_problems
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
+from titanlike.run.checks.optimizer import qk_clip_problems
 
 MUON = (OptimizerGroup(pattern="attention", optimizer="muon"),)
 MODELS: dict[str, Any] = {

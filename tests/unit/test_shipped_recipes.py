@@ -13,7 +13,7 @@ from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.recipe.load import joined
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.run.start import program_of
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job

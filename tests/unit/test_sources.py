@@ -27,7 +27,7 @@ from titanlike.data.tokens.cache import write_shards
 from titanlike.data.tokens.tokenization import tokenize
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.data.prepare import prepare
 
 BYTES = build_tokenizer(Section())

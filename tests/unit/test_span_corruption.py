@@ -22,7 +22,7 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.seq2seq import Seq2SeqRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 
 BYTES = build_tokenizer(Tokenizer())
 EOS, VOCAB, START = 256, 384, 0

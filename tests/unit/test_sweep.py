@@ -18,7 +18,7 @@ from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.config.schema import describe
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.sweep import scheduler
 from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
 from titanlike.tools.sweep.processes import RunProcess, run_command, slots, wait_for_lock

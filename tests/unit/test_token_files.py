@@ -28,7 +28,7 @@ from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import _data_files, evaluation_files
+from titanlike.run.checks.machine import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json
 
 EOS = 256  # of the byte tokenizer

@@ -29,7 +29,7 @@ from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import Records
 from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.checks import check_machine, check_recipe
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.utils.live_line import LiveLine
 
 

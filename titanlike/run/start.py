@@ -25,8 +25,8 @@ from titanlike.distributed.command_line import command_line, exit_if_output_fail
 from titanlike.distributed.sagemaker import OBJECTIVE, sagemaker_job
 from titanlike.recipe import PretrainRecipe, load, to_toml
 from titanlike.recipe.load import parse_value, read
+from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.hooks import call_hooks
-from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.live_line import LiveLine

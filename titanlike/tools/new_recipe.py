@@ -17,7 +17,7 @@ from titanlike.models.common.config import TransformerConfig
 from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.load import dump
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.tools.planning.search import Candidate, search
 

@@ -9,7 +9,7 @@ from titanlike.config.base import validate
 from titanlike.config.sections import Evaluation
 from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
-from titanlike.run.preflight import evaluation_files
+from titanlike.run.checks.machine import evaluation_files
 from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
 from titanlike.utils.live_line import LiveLine

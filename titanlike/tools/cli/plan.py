@@ -215,7 +215,7 @@ def _print_converted(job: "Conversion", program: str, counts: list[int]) -> None
 
 def _anchored(request: Request, num_gpus: int) -> Request:
     """Returns the request with the efficiency at which the recipe has the measured speed, which it prints."""
-    from titanlike.run.preflight import check_recipe
+    from titanlike.run.checks import check_recipe
     from titanlike.tools.planning.ranges import anchored
 
     check_recipe(request.recipe, num_gpus)
@@ -231,7 +231,7 @@ def _anchored(request: Request, num_gpus: int) -> Request:
 
 
 def _plan(request: Request, num_gpus: int) -> int:
-    from titanlike.run.preflight import check_recipe
+    from titanlike.run.checks import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.advice import advice, checkpointing_modes
     from titanlike.tools.planning.plan import make_plan, with_simulated_memory
@@ -259,7 +259,7 @@ def _plan(request: Request, num_gpus: int) -> int:
 
 
 def _search(request: Request, num_gpus: int) -> int:
-    from titanlike.run.preflight import check_recipe
+    from titanlike.run.checks import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.changes import text_of
     from titanlike.tools.planning.plan import make_plan, with_simulated_memory
@@ -313,7 +313,7 @@ def _search(request: Request, num_gpus: int) -> int:
 
 
 def _scaling(request: Request, counts: list[int]) -> int:
-    from titanlike.run.preflight import check_recipe
+    from titanlike.run.checks import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.scaling import scaling
 

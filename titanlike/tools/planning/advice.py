@@ -12,7 +12,7 @@ from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.plan import GIB, Plan, least_seconds, make_plan
 
 Check = Callable[[PretrainRecipe, int], None]
-"""Raises `UserError` if a recipe cannot work on this number of GPUs: `titanlike.run.preflight.check_recipe`."""
+"""Raises `UserError` if a recipe cannot work on this number of GPUs: `titanlike.run.checks.check_recipe`."""
 
 MIN_GAIN = 0.02  # a smaller one is below the error of the model
 MAX_GPUS = 2**18

@@ -6,7 +6,7 @@ from itertools import chain
 from titanlike.config import UserError
 from titanlike.config.base import divisors
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.preflight import check_recipe
+from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.changes import (
     Changes,
     apply,

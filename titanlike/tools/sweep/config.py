@@ -24,7 +24,7 @@ from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
-from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, recipe_types, run_program
 from titanlike.utils.system import visible_gpus
