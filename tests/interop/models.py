@@ -15,7 +15,7 @@ from titanlike.interop.weights import Weights, load_weights, open_weights
 from titanlike.models.bert.config import BertConfig
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
-from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfig
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
@@ -124,7 +124,7 @@ def model_of(config: TransformerConfig, seed: int = 0) -> nn.Module:
             if isinstance(config, T5Config) and name.endswith("wq.weight"):  # scores are not scaled
                 scale /= config.head_dim**0.5
             values = torch.randn(parameter.shape, generator=generator)
-            one = 0.0 if getattr(config, "unit_offset_norm", False) else 1.0
+            one = 0.0 if isinstance(config, GemmaConfig) else 1.0
             parameter.copy_(one + 0.2 * values if name.endswith("norm.weight") else scale * values)
     return model
 

@@ -72,10 +72,6 @@ class TransformerConfig:
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of inherited fields that differ from the base's."""
-    qk_norm: ClassVar[bool] = False
-    """Whether queries and keys are normalized over the head dimension, before RoPE."""
-    unit_offset_norm: ClassVar[bool] = False
-    """Whether RMSNorm multiplies by 1 + weight, in float32, and not by the weight."""
     logit_soft_cap: float = 0.0
     attention_soft_cap: float = 0.0
     has_sinks: ClassVar[bool] = False

@@ -57,7 +57,6 @@ class GemmaConfig(LlamaFamilyConfig):
     tied_head = True
     gelu = True
     own_head_dim = 256
-    unit_offset_norm = True
 
     @property
     def query_scale(self) -> float:
@@ -163,8 +162,10 @@ class Gemma3Config(GemmaConfig):
     rope_local_theta = 10000.0
     rope_types = ("default", "linear")
     rope_scaling_type = "linear"
-    qk_norm = True
     sizes = GEMMA3_SIZES
+
+    def attention_parameters(self) -> dict[str, ParameterSpec]:
+        return super().attention_parameters() | self.qk_norms()
 
     def to_hugging_face(self) -> dict[str, Any]:
         scaling = rope_scaling(self)

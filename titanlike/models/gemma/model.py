@@ -14,7 +14,7 @@ from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.layers import DotProductAttention, UnitOffsetRMSNorm
 from titanlike.models.common.rope import apply_rope
 from titanlike.models.common.windows import local_and_global
-from titanlike.models.gemma.config import GemmaConfig
+from titanlike.models.gemma.config import Gemma3Config, GemmaConfig
 from titanlike.models.llama.model import Attention, AttentionInputs, FeedForward, Llama
 
 
@@ -77,7 +77,9 @@ class GemmaAttention(Attention):
     def __init__(self, config: GemmaConfig, window: int) -> None:
         super().__init__(config)
         self.query_scale = config.query_scale
-        self.q_norm, self.k_norm = (norm(config, config.head_dim) if config.qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = (
+            norm(config, config.head_dim) if isinstance(config, Gemma3Config) else None for _ in range(2)
+        )
         self.attend = DotProductAttention(soft_cap=config.attention_soft_cap, window=window)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:

@@ -44,7 +44,6 @@ class GptOssConfig(MoeConfig):
 
     defaults: ClassVar = {"rope_theta": 150000.0, "max_seq_len": 131072}
     norm_eps = 1e-5
-    qkv_bias = True
     has_sinks = True
     router_bias = True
     expert_biases = True
@@ -71,10 +70,14 @@ class GptOssConfig(MoeConfig):
 
     def attention_parameters(self) -> dict[str, ParameterSpec]:
         hf = f"{LAYER}.self_attn"
-        return super().attention_parameters() | {
-            "attention.wo.bias": ParameterSpec((self.dim,), "rowwise", f"{hf}.o_proj.bias"),
-            "attention.sinks.weight": ParameterSpec((self.num_heads,), "head_parallel", f"{hf}.sinks"),
-        }
+        return (
+            super().attention_parameters()
+            | self.qkv_biases()
+            | {
+                "attention.wo.bias": ParameterSpec((self.dim,), "rowwise", f"{hf}.o_proj.bias"),
+                "attention.sinks.weight": ParameterSpec((self.num_heads,), "head_parallel", f"{hf}.sinks"),
+            }
+        )
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         parameters, biases = dict[str, ParameterSpec](), dict[str, ParameterSpec]()

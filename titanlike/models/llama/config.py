@@ -49,8 +49,6 @@ class LlamaFamilyConfig(TransformerConfig):
     """Whether YaRN rounds the indices between which it interpolates."""
     own_head_dim: ClassVar[int] = 0
     """The `head_dim` of a `config.json` that has none, if it is a field, and does not follow from the other fields."""
-    qkv_bias: ClassVar[bool] = False
-    """Whether the projections of queries, keys and values have a bias."""
     gelu: ClassVar[bool] = False
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
@@ -79,21 +77,32 @@ class LlamaFamilyConfig(TransformerConfig):
     def attention_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters of a block's attention."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parameters = {}
-        for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
-            name, hf_name = f"attention.w{part}", f"{LAYER}.self_attn.{part}_proj"
-            parameters[f"{name}.weight"] = ParameterSpec((outputs, self.dim), "colwise", f"{hf_name}.weight")
-            if self.qkv_bias:
-                parameters[f"{name}.bias"] = ParameterSpec((outputs,), "colwise", f"{hf_name}.bias")
-        parameters["attention.wo.weight"] = ParameterSpec(
-            (self.dim, queries), "rowwise", f"{LAYER}.self_attn.o_proj.weight"
-        )
-        for name in ("q_norm", "k_norm") if self.qk_norm else ():
-            # Applied to the heads of each tensor-parallel rank.
-            parameters[f"attention.{name}.weight"] = ParameterSpec(
+        hf = f"{LAYER}.self_attn"
+        return {
+            "attention.wq.weight": ParameterSpec((queries, self.dim), "colwise", f"{hf}.q_proj.weight"),
+            "attention.wk.weight": ParameterSpec((keys, self.dim), "colwise", f"{hf}.k_proj.weight"),
+            "attention.wv.weight": ParameterSpec((keys, self.dim), "colwise", f"{hf}.v_proj.weight"),
+            "attention.wo.weight": ParameterSpec((self.dim, queries), "rowwise", f"{hf}.o_proj.weight"),
+        }
+
+    def qkv_biases(self) -> dict[str, ParameterSpec]:
+        """Returns the biases of queries, keys and values of an architecture that has them."""
+        weights = LlamaFamilyConfig.attention_parameters(self)
+        return {
+            f"attention.w{part}.bias": ParameterSpec(
+                weights[f"attention.w{part}.weight"].shape[:1], "colwise", f"{LAYER}.self_attn.{part}_proj.bias"
+            )
+            for part in "qkv"
+        }
+
+    def qk_norms(self) -> dict[str, ParameterSpec]:
+        """Returns the norms of queries and keys of an architecture that has them. Each rank normalizes its own heads."""
+        return {
+            f"attention.{name}.weight": ParameterSpec(
                 (self.head_dim,), "replicated", f"{LAYER}.self_attn.{name}.weight"
             )
-        return parameters
+            for name in ("q_norm", "k_norm")
+        }
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters of a block's feed-forward layer."""

@@ -175,8 +175,10 @@ class Qwen3MoeConfig(MoeConfig):
     hf_architecture = "Qwen3MoeForCausalLM"
     hf_model_type = "qwen3_moe"
     sizes = QWEN3_MOE_SIZES
-    qk_norm = True
     own_head_dim = 128
+
+    def attention_parameters(self) -> dict[str, ParameterSpec]:
+        return super().attention_parameters() | self.qk_norms()
 
     def to_hugging_face(self) -> dict[str, Any]:
         only = {"num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0}

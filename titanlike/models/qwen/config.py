@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import Positive, PositiveFloat, section
-from titanlike.models.common.config import require
+from titanlike.models.common.config import ParameterSpec, require
 from titanlike.models.llama.config import LlamaFamilyConfig
 
 # The dense base models of Qwen2.5. All have 32,768 positions here; `from_hugging_face` reads the number from config.json.
@@ -44,7 +44,9 @@ class Qwen2Config(LlamaFamilyConfig):
     hf_fixed: ClassVar = {"use_sliding_window": False}
     hf_unused: ClassVar = {"sliding_window": None}
     sizes = QWEN2_SIZES
-    qkv_bias = True
+
+    def attention_parameters(self) -> dict[str, ParameterSpec]:
+        return super().attention_parameters() | self.qkv_biases()
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,5 +86,7 @@ class Qwen3Config(LlamaFamilyConfig):
     hf_fixed: ClassVar = {"attention_bias": False, "use_sliding_window": False}
     hf_unused: ClassVar = {"sliding_window": None}
     sizes = QWEN3_SIZES
-    qk_norm = True
     own_head_dim = 128
+
+    def attention_parameters(self) -> dict[str, ParameterSpec]:
+        return super().attention_parameters() | self.qk_norms()

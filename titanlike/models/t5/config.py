@@ -63,9 +63,6 @@ class T5Config(TransformerConfig):
     sizes = T5_SIZES
     norm_eps = 1e-6
     is_encoder_decoder = True
-    # Of the feed-forward layer of models/llama/model.py, and of its norms.
-    gelu = True
-    unit_offset_norm = False
 
     def first_parameters(self) -> dict[str, ParameterSpec]:
         bias = (self.relative_attention_num_buckets, self.num_heads)

@@ -87,7 +87,7 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
     model, training = recipe.model, recipe.training
     clip = f"optimizer.muon_qk_clip = {threshold}"
     bounds = {
-        "QK-norm": model.qk_norm,
+        "QK-norm": "attention.k_norm.weight" in model.block_parameters(),
         "attention_soft_cap": model.attention_soft_cap > 0,
         "bidirectional attention": not model.causal,
         "an encoder": model.is_encoder_decoder,

@@ -15,6 +15,8 @@ from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.architecture import (
     has_norm_after_residual,
     has_post_norms,
+    has_qk_norm,
+    has_unit_offset_norm,
     latent_matrices,
     router_parameters,
 )
@@ -68,9 +70,9 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         copies = out if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
         copies += out if model.has_sinks else 0.0  # the output before it is scaled
     # QK-norm reads its inputs and their root mean squares in the backward pass.
-    qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if model.qk_norm else 0.0
+    qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if has_qk_norm(model) else 0.0
     norm_input = stream
-    if model.unit_offset_norm and not compiled:  # in float32
+    if has_unit_offset_norm(model) and not compiled:  # in float32
         norm_input = 4 * model.dim / tensor
         qk_norm *= 4 / element
     # The inputs of attention and feed-forward, and what they compute.

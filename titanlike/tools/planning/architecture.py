@@ -2,6 +2,17 @@
 
 from titanlike.models.bert.config import BertConfig
 from titanlike.models.common.config import TransformerConfig
+from titanlike.models.gemma.config import GemmaConfig
+
+
+def has_qk_norm(model: TransformerConfig) -> bool:
+    """Whether queries and keys are normalized over the head dimension."""
+    return "attention.k_norm.weight" in model.block_parameters()
+
+
+def has_unit_offset_norm(model: TransformerConfig) -> bool:
+    """Whether RMSNorm multiplies by 1 + weight, in float32."""
+    return isinstance(model, GemmaConfig)
 
 
 def has_post_norms(model: TransformerConfig) -> bool:

@@ -11,7 +11,7 @@ from titanlike.config.sections import DTYPE_BYTES
 from titanlike.float8.selection import HEAD, float8_layers, float8_names
 from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.activations import CROSS_MATRICES, ordered_matrices
-from titanlike.tools.planning.architecture import has_post_norms, latent_matrices
+from titanlike.tools.planning.architecture import has_post_norms, has_qk_norm, latent_matrices
 from titanlike.tools.planning.experts import (
     bias_launches,
     ends_with_experts,
@@ -120,7 +120,7 @@ class Counts:
         """Kernels that the host launches for a block, forward and backward without the gradients of weights, given its products.
         Constants are from steps of the shipped recipes on null GPUs (`tests/unit/test_planning_null_gpu.py`)."""
         job, model = self.job, self.job.recipe.model
-        qk_norm, post_norms = int(model.qk_norm), int(has_post_norms(model))
+        qk_norm, post_norms = int(has_qk_norm(model)), int(has_post_norms(model))
         latents = len(model.block_matrices(index).keys() & set(latent_matrices(model)))
         if latents:  # norms, RoPE of some channels, and concatenations
             scale = 1 if self.compiled else 3
@@ -198,7 +198,7 @@ class Counts:
         hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
         local, gathered = self.local_tokens * model.dim, tokens * model.dim
         rotated = queries + keys if hasattr(model, "rope_theta") else 0
-        normed = queries + keys if model.qk_norm else 0
+        normed = queries + keys if has_qk_norm(model) else 0
         gated = len(ffn) > 2
         post_norms = 2 if has_post_norms(model) else 0
         if self.compiled:
