@@ -57,7 +57,7 @@ def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
         ("slurm", ["--nodes=3"], "training.global_batch_size = 128 does not divide over 24 data-parallel ranks"),
         ("slurm", ["--parallelism.tensor=5"], "parallelism.tensor = 5 does not divide"),
         ("slurm", ["--training.stepz=5"], "training.stepz"),
-        ("slurm", ["--node=2", "--nodez=3"], "--nodez: unknown option; see titanlike launch slurm --help"),
+        ("slurm", ["--node=2", "--nodez=3"], "--nodez: unknown option; did you mean --nodes?"),
         ("slurm", ["--time=tomorrow"], "--time tomorrow: give minutes, hours:minutes:seconds or days-hours"),
         ("slurm", ["--grace=30"], "--grace 30 leaves no time for a last checkpoint; give 60 or more"),
         ("kubernetes", ["--image=i"], "give --claim, a volume that all pods mount, or --checkpoint.dir=s3://bucket/runs"),

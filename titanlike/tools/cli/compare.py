@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.distributed import environment
+from titanlike.tools.cli.command import add_command
 
 if TYPE_CHECKING:
     from titanlike.tools.comparison.runs import ComparedRun
@@ -29,12 +29,7 @@ RUN is the directory of a run, a directory that contains runs, or a metrics file
 
 def add(commands: Any) -> None:
     """Adds `compare` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "compare",
-        help="tables, a page and a picture of runs side by side",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "compare", "tables, a page and a picture of runs side by side", DESCRIPTION, run)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs to compare (default: runs/)")
     text = "run of which ratios are relative, listed first (default: the first one)"
     parser.add_argument("--baseline", type=Path, metavar="RUN", help=text)
@@ -48,18 +43,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command, or exits with the user's error."""
+    """Runs the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        _run(arguments)
-    except UserError as error:
-        environment.fail(error)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
-def _run(arguments: argparse.Namespace) -> None:
     for option, suffix in (("html", ".html"), ("png", ".png")):
         path = getattr(arguments, option)
         if path is not None and path.suffix != suffix:

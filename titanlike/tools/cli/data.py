@@ -6,15 +6,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.distributed import environment
 from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli import data_inspect
+from titanlike.tools.cli.command import add_command
 from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ def add(commands: Any) -> None:
     """Adds `data` and its subcommands to the commands of `titanlike`."""
     data = commands.add_parser("data", help="prepare token shards, inspect them, or train a tokenizer")
     subcommands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    raw = argparse.RawDescriptionHelpFormatter
-    make = subcommands.add_parser("prepare", help="tokenize text into shards", description=PREPARE, formatter_class=raw)
+    make = add_command(subcommands, "prepare", "tokenize text into shards", PREPARE, run)
     make.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT)
     make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
     text = (
@@ -75,7 +73,7 @@ def add(commands: Any) -> None:
     make.add_argument("--test", type=float, default=0.0, metavar="FRACTION", help='the same for the split "test" (0)')
     make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (one per core)")
     _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data_quality.md)"))
-    train = subcommands.add_parser("train-tokenizer", help="train a tokenizer", description=TRAIN, formatter_class=raw)
+    train = add_command(subcommands, "train-tokenizer", "train a tokenizer", TRAIN, run)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     text = "tokens, including special ones (32000)"
@@ -115,11 +113,8 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bad-records", choices=["stop", "skip"], default="stop", help=text)
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs a subcommand. Prints a user's mistake and exits."""
-    if arguments.data_command == "inspect":
-        data_inspect.run(arguments, overrides)
-        return
+def run(arguments: argparse.Namespace) -> None:
+    """Prepares shards or trains a tokenizer."""
     from titanlike.data.documents.data_files import DiskFull
     from titanlike.data.documents.readers import BadRecord, Fields
 
@@ -128,14 +123,14 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         (_prepare if arguments.data_command == "prepare" else _train)(arguments, fields)
     except DiskFull as error:
         remedy = "free some space, then run the same command to resume, or give an --out on another disk"
-        environment.fail(UserError(f"{error}; {remedy}"))
+        raise UserError(f"{error}; {remedy}") from None
     except BadRecord as error:
-        environment.fail(UserError(f"{error}; --bad-records skip skips such records"))
+        raise UserError(f"{error}; --bad-records skip skips such records") from None
     except UserError as error:
         message = str(error).replace("tokenizer.encoding", "--tokenizer")
         for role in ("eos", "bos", "special"):
             message = message.replace(f"tokenizer.{role}", f"--{role}")
-        environment.fail(UserError(message))
+        raise UserError(message) from None
 
 
 def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:

@@ -1,14 +1,13 @@
 """`titanlike data inspect`: prints the sequences that a rank reads, or the contents of token shards."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
-from titanlike.distributed import environment
 from titanlike.run.start import Arguments, program_of
 from titanlike.tools.arguments import non_negative_int, positive_int
+from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.programs import SHIPPED, load_known
 
 DESCRIPTION = """\
@@ -23,11 +22,13 @@ For a folder of token shards: its splits, shards and document lengths, and what 
 
 def add(commands: Any) -> None:
     """Adds `inspect` to the subcommands of `titanlike data`."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "inspect",
-        help="print the sequences that a rank reads, or the contents of token shards",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "print the sequences that a rank reads, or the contents of token shards",
+        DESCRIPTION,
+        run,
+        overrides=RECIPE_KEYS,
     )
     parser.add_argument(
         "path", metavar="RECIPE|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
@@ -47,40 +48,37 @@ def add(commands: Any) -> None:
     parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command, or exits with the user's error."""
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command."""
     from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json
     from titanlike.tools.rich_console import RichConsole
 
     console = RichConsole(highlight=False, soft_wrap=True)
-    try:
-        if recipe_path(arguments.path).suffix != ".toml":
-            if overrides:
-                raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
-            if arguments.validation:
-                raise UserError(f"--validation requires a recipe; {arguments.path} is read as a folder of token shards")
-            if arguments.json:
-                print(shards_as_json(arguments.path, verify=arguments.verify))
-                return
-            inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
+    if recipe_path(arguments.path).suffix != ".toml":
+        if arguments.overrides:
+            raise UserError(f"{' '.join(arguments.overrides)}: token shards have no recipe keys to override")
+        if arguments.validation:
+            raise UserError(f"--validation requires a recipe; {arguments.path} is read as a folder of token shards")
+        if arguments.json:
+            print(shards_as_json(arguments.path, verify=arguments.verify))
             return
-        for name in ("json", "verify"):
-            if getattr(arguments, name):
-                raise UserError(f"--{name} requires a folder of token shards; {arguments.path} is a recipe")
-        command_line = Arguments([arguments.path, *overrides])
-        program = program_of(command_line.recipe, command_line.overrides.get("program"))
-        if program not in SHIPPED and "open_sources" in program.read_text().replace("open_sources=openers.of(", ""):
-            console.print(
-                f"note    {program.name} may open other data: this is what the keys of the recipe name", markup=False
-            )
-        inspect_recipe(
-            load_known(command_line.recipe, command_line.overrides),
-            step=arguments.step,
-            rank=arguments.rank,
-            ranks=arguments.ranks,
-            limit=arguments.sequences,
-            validation=arguments.validation,
-            console=console,
+        inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
+        return
+    for name in ("json", "verify"):
+        if getattr(arguments, name):
+            raise UserError(f"--{name} requires a folder of token shards; {arguments.path} is a recipe")
+    command_line = Arguments([arguments.path, *arguments.overrides])
+    program = program_of(command_line.recipe, command_line.overrides.get("program"))
+    if program not in SHIPPED and "open_sources" in program.read_text().replace("open_sources=openers.of(", ""):
+        console.print(
+            f"note    {program.name} may open other data: this is what the keys of the recipe name", markup=False
         )
-    except UserError as error:
-        environment.fail(error)
+    inspect_recipe(
+        load_known(command_line.recipe, command_line.overrides),
+        step=arguments.step,
+        rank=arguments.rank,
+        ranks=arguments.ranks,
+        limit=arguments.sequences,
+        validation=arguments.validation,
+        console=console,
+    )

@@ -9,6 +9,7 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.tools.cli import processes
+from titanlike.tools.cli.command import add_command
 from titanlike.tools.finding import Finding
 from titanlike.utils import system
 
@@ -25,12 +26,7 @@ WIDTH = 16  # of the longest subject
 
 def add(commands: Any) -> None:
     """Adds `doctor` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what this machine lacks for training",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "doctor", "what this machine lacks for training", DESCRIPTION, run)
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     text = "only compare the clocks of the nodes and measure the links between all GPUs, in one process per GPU"
     parser.add_argument("--network", action="store_true", help=text)
@@ -41,16 +37,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the checks and prints them. Returns the exit code."""
     findings = []
-    try:
-        for finding in _network(arguments) if arguments.network else _machine(arguments):
-            findings.append(finding)
-            if not arguments.json:
-                optional = " (optional)" if finding.optional else ""
-                remedy = f": {finding.remedy}" if finding.remedy else ""
-                line = f"{finding.status:<8} {finding.subject:<{WIDTH}} {finding.text}{remedy}{optional}"
-                print(line, flush=True)  # importing torch takes seconds
-    except UserError as error:  # such as MASTER_PORT=x
-        environment.fail(error)
+    for finding in _network(arguments) if arguments.network else _machine(arguments):
+        findings.append(finding)
+        if not arguments.json:
+            optional = " (optional)" if finding.optional else ""
+            remedy = f": {finding.remedy}" if finding.remedy else ""
+            line = f"{finding.status:<8} {finding.subject:<{WIDTH}} {finding.text}{remedy}{optional}"
+            print(line, flush=True)  # importing torch takes seconds
     if arguments.json and (findings or not arguments.network):
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     return int(any(finding.status == "missing" and not finding.optional for finding in findings))

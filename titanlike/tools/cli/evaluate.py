@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import UserError
 from titanlike.config.base import validate
 from titanlike.config.sections import Evaluation
-from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
 from titanlike.run.checks.machine import evaluation_files
 from titanlike.tools.arguments import non_negative_int, positive_int
+from titanlike.tools.cli.command import add_command
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
 from titanlike.utils.live_line import LiveLine
 
@@ -32,12 +32,7 @@ MAX_SEQ_LEN = 2048  # of text, where the checkpoint does not record the training
 
 def add(commands: Any) -> None:
     """Adds `evaluate` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="evaluate a model on text and on tasks",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "evaluate", "evaluate a model on text and on tasks", DESCRIPTION, run)
     add_model_options(parser)
     text = "text files, JSON lines, Parquet or token shards; may be repeated"
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help=text)
@@ -58,12 +53,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command, or exits with the user's error."""
+    """Runs the command."""
     values = {"tasks": arguments.task, "data": arguments.data, "limit": arguments.limit}
     try:
         section = validate(Evaluation, values)
     except ValueError as error:  # a path that is too long
-        environment.fail(UserError(f"--{error}".replace("tasks", "task").replace("Value error, ", "")))
+        raise UserError(f"--{error}".replace("tasks", "task").replace("Value error, ", "")) from None
     problems = [*section.problems()] or [*evaluation_files(section)]
     if not section.tasks and not section.data:
         problems.append("there is nothing to evaluate; give --data or --task")
@@ -71,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         text = "\n".join(problems).replace("evaluation.tasks: ", "")
         for key, option in (("tasks", "--task"), ("data", "--data")):
             text = text.replace(f"evaluation.{key}", option)
-        environment.fail(UserError(text))
+        raise UserError(text)
     start_processes()
     with session(arguments.device) as device:
         _evaluate(arguments, section, device)

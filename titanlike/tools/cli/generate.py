@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlike.config import UserError
-from titanlike.distributed import environment
 from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.chat import chat
+from titanlike.tools.cli.command import add_command
 from titanlike.tools.cli.processes import add_model_options, read_lines, session, start_processes
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ messages too, so that a script can chat over a pipe.
 
 def add(commands: Any) -> None:
     """Adds `generate` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "generate",
-        help="continue prompts with a model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "generate", "continue prompts with a model", DESCRIPTION, run)
     add_model_options(parser)
     parser.add_argument("--chat", action="store_true", help="converse with the model; one process")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat (none)")
@@ -62,12 +57,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command, or exits with the user's error."""
+    """Runs the command."""
     stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in arguments.stop]
     if "" in stop:
-        environment.fail(UserError("--stop: the text is empty; give at least one character"))
+        raise UserError("--stop: the text is empty; give at least one character")
     if arguments.system and not arguments.chat:
-        environment.fail(UserError("--system is the system message of a chat; add --chat, or omit it"))
+        raise UserError("--system is the system message of a chat; add --chat, or omit it")
     start_processes(default=1)
     prompts = list(arguments.prompt)
     with session(arguments.device) as device:

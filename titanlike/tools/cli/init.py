@@ -10,6 +10,7 @@ from titanlike.config import UserError
 from titanlike.config.shipped import train_command
 from titanlike.distributed import environment
 from titanlike.tools.arguments import non_negative_int
+from titanlike.tools.cli.command import add_command
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.atomic_write import atomic_write_text
@@ -25,12 +26,7 @@ the GPUs train on enough tokens within a week, if there is enough data. Asks not
 
 def add(commands: Any) -> None:
     """Adds `init` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "init",
-        help="write a commented recipe for this machine and data",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "init", "write a commented recipe for this machine and data", DESCRIPTION, run)
     parser.add_argument(
         "path", nargs="?", type=Path, default=Path("train.toml"), help="recipe to write (default: train.toml)"
     )
@@ -44,14 +40,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the recipe and prints the next commands, or exits with the user's error."""
-    try:
-        _write(arguments)
-    except UserError as error:
-        environment.fail(error)
-
-
-def _write(arguments: argparse.Namespace) -> None:
+    """Writes the recipe and prints the next commands."""
     from titanlike.tools import new_recipe
     from titanlike.tools.planning.hardware import load_hardware
 

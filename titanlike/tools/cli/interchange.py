@@ -6,9 +6,9 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.distributed import environment
 from titanlike.recipe.load import dump
 from titanlike.tools.arguments import positive_int
+from titanlike.tools.cli.command import add_command
 from titanlike.utils.atomic_write import atomic_write_text
 
 EXPORT = """\
@@ -52,12 +52,7 @@ COMMENTS = {
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the commands to the parser."""
-    command = commands.add_parser(
-        "export",
-        help="write a checkpoint as a Hugging Face folder",
-        description=EXPORT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    command = add_command(commands, "export", "write a checkpoint as a Hugging Face folder", EXPORT, _export)
     command.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint")
     command.add_argument("folder", type=Path, help="folder to write")
     command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="convert to this precision")
@@ -68,11 +63,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
     text = "hf: a folder for transformers (default); dcp: a checkpoint for torchtitan"
     command.add_argument("--format", choices=["hf", "dcp"], default="hf", help=text)
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "import",
-        help="write a recipe from a Hugging Face folder or a job of another program, or convert a checkpoint",
-        description=IMPORT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "write a recipe from a Hugging Face folder or a job of another program, or convert a checkpoint",
+        IMPORT,
+        run,
     )
     command.add_argument(
         "source",
@@ -91,20 +87,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs `export` or `import`."""
-    try:
-        if arguments.command == "export":
-            _export(arguments)
-        elif arguments.program or arguments.weights_only or _is_dcp(arguments.source):
-            _import_checkpoint(arguments)
-        elif arguments.source.is_file():
-            from titanlike.tools.migration import formats
+    """Runs `import`."""
+    if arguments.program or arguments.weights_only or _is_dcp(arguments.source):
+        _import_checkpoint(arguments)
+    elif arguments.source.is_file():
+        from titanlike.tools.migration import formats
 
-            formats.import_recipe(arguments.source, arguments.recipe, arguments.gpus)
-        else:
-            import_recipe(arguments.source, arguments.recipe)
-    except UserError as error:
-        environment.fail(error)
+        formats.import_recipe(arguments.source, arguments.recipe, arguments.gpus)
+    else:
+        import_recipe(arguments.source, arguments.recipe)
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -4,17 +4,16 @@ import argparse
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.distributed import environment
 from titanlike.run.start import Arguments
 from titanlike.tools.arguments import positive_int
+from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.clusters import cluster_job, docker, kubernetes, skypilot, slurm
 from titanlike.tools.clusters.cluster_job import ClusterJob
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
@@ -42,13 +41,18 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|skypilot|docker")
-    for target, text in (
-        ("slurm", "write a batch file and submit it with sbatch"),
-        ("kubernetes", "write the manifests of a JobSet or a Kubeflow TrainJob and apply them with kubectl"),
-        ("skypilot", "write the task of a managed job and submit it with sky"),
-        ("docker", "write a Dockerfile with the wheel and the recipe, and build the image"),
+    for target, run, text in (
+        ("slurm", _slurm, "write a batch file and submit it with sbatch"),
+        (
+            "kubernetes",
+            _kubernetes,
+            "write the manifests of a JobSet or a Kubeflow TrainJob and apply them with kubectl",
+        ),
+        ("skypilot", _skypilot, "write the task of a managed job and submit it with sky"),
+        ("docker", _docker, "write a Dockerfile with the wheel and the recipe, and build the image"),
     ):
-        command = targets.add_parser(target, help=text, description=text[0].upper() + text[1:] + ".")
+        description = f"{text[0].upper()}{text[1:]}."
+        command = add_command(targets, target, text, description, run, overrides=RECIPE_KEYS)
         text = "recipe; override its keys with --section.key=value"
         command.add_argument("recipe", metavar="RECIPE", help=text)
         command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes (default: 1)")
@@ -92,21 +96,8 @@ def add(commands: Any) -> None:
             command.add_argument("--image", default="titanlike", metavar="NAME", help="name (default: titanlike)")
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command, or exits with the user's error."""
-    try:
-        targets = {"slurm": _slurm, "kubernetes": _kubernetes, "skypilot": _skypilot, "docker": _docker}
-        sys.exit(targets[arguments.target](arguments, overrides))
-    except UserError as error:
-        environment.fail(error)
-
-
-def _job(arguments: argparse.Namespace, overrides: Sequence[str]) -> ClusterJob:
-    for override in overrides:
-        name = override.partition("=")[0]
-        if override.startswith("-") and "." not in name and name not in ("--recipe", "--program"):
-            raise UserError(f"{shown(name)}: unknown option; see titanlike launch {arguments.target} --help")
-    command_line = Arguments([arguments.recipe, *overrides])
+def _job(arguments: argparse.Namespace) -> ClusterJob:
+    command_line = Arguments([arguments.recipe, *arguments.overrides])
     return cluster_job.make_job(
         command_line.recipe,
         command_line.overrides,
@@ -118,21 +109,21 @@ def _job(arguments: argparse.Namespace, overrides: Sequence[str]) -> ClusterJob:
     )
 
 
-def _slurm(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _slurm(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(TIME_LIMIT, arguments.time):
         raise UserError(
             f"--time {shown(arguments.time)}: give minutes, hours:minutes:seconds or days-hours, as for sbatch"
         )
     if not arguments.dry_run:
         cluster_job.require("sbatch")
-    job = _job(arguments, overrides)
+    job = _job(arguments)
     folder = (arguments.out or Path("launch", job.name)).absolute()
     text = slurm.batch_file(job, folder / "recipe.toml", arguments.time, arguments.sbatch)
     job.write(folder, {"recipe.toml": job.resolved, "job.sbatch": text})
     return _submit(arguments, job, folder, ["sbatch", str(folder / "job.sbatch")])
 
 
-def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _kubernetes(arguments: argparse.Namespace) -> int:
     import yaml
 
     cluster_job.check_image(arguments.image, digest=True)
@@ -141,7 +132,7 @@ def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             cluster_job.check_object_name(option, name)
     if not arguments.dry_run:
         cluster_job.require("kubectl")
-    job = cluster_job.dns_name(_job(arguments, overrides))
+    job = cluster_job.dns_name(_job(arguments))
     if not arguments.claim and "://" not in job.recipe.checkpoint.dir:
         raise UserError(
             "a pod that is replaced loses its checkpoints; give --claim, a volume that all pods mount, or "
@@ -155,7 +146,7 @@ def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return _submit(arguments, job, folder, ["kubectl", "apply", "--filename", str(folder / file)])
 
 
-def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _skypilot(arguments: argparse.Namespace) -> int:
     for option, name, pattern in (
         ("--accelerator", arguments.accelerator, r"[A-Za-z0-9._-]+"),
         ("--infra", arguments.infra, r"[\w*.:@/-]*"),
@@ -167,7 +158,7 @@ def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     volumes = skypilot.parse_mounts("--volume", arguments.volume)
     if not arguments.dry_run:
         cluster_job.require("sky")
-    job = cluster_job.dns_name(_job(arguments, overrides))
+    job = cluster_job.dns_name(_job(arguments))
     skypilot.check_checkpoints(job, volumes)
     folder = (arguments.out or Path("launch", job.name)).absolute()
 
@@ -192,11 +183,11 @@ def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return _submit(arguments, job, folder, ["sky", "jobs", "launch", *secrets, str(folder / "task.yaml")])
 
 
-def _docker(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _docker(arguments: argparse.Namespace) -> int:
     cluster_job.check_image(arguments.image, digest=False)
     if not arguments.dry_run:
         cluster_job.require("docker")
-    job = _job(arguments, overrides)
+    job = _job(arguments)
     folder = arguments.out or Path("launch", job.name)
     _write_with_wheel(job, folder, lambda wheel: {"Dockerfile": docker.dockerfile(job, arguments.image, folder, wheel)})
     return _submit(arguments, job, folder, ["docker", "build", "--tag", arguments.image, str(folder)])

@@ -2,8 +2,8 @@
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
 
 import titanlike
 from titanlike.config import UserError
@@ -27,6 +27,7 @@ from titanlike.tools.cli import (
     sweep,
     verify,
 )
+from titanlike.tools.cli.command import add_command, refuse_unknown
 from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 from titanlike.utils import system
@@ -49,31 +50,6 @@ MODULES = (
     lm_eval,
 )
 
-Command = Callable[[argparse.Namespace], None]
-CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
-
-COMMANDS: dict[str, Command] = {
-    "schema": lambda arguments: _print_schema(as_markdown=arguments.markdown),
-    "recipes": recipes.run,
-    "init": init.run,
-    "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
-    "compare": compare.run,
-    "export": interchange.run,
-    "import": interchange.run,
-    "generate": generate.run,
-    "evaluate": evaluate.run,
-    "lm_eval": lambda arguments: lm_eval.run(arguments.arguments),
-}
-# Those that accept --section.key=value.
-WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
-    "plan": plan.run,
-    "launch": launch.run,
-    "profile": profile.run,
-    "sweep": sweep.run,
-    "data": data.run,
-    "verify": verify.run,
-}
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
@@ -83,10 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"titanlike {titanlike.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", add_help=False, help="train a recipe; see titanlike train --help")
-    schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    text = "print the JSON Schema of recipes, for editors"
+    schema = add_command(commands, "schema", text, f"{text[0].upper()}{text[1:]}.", _print_schema)
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     for module in MODULES:
         module.add(commands)
+    parser.set_defaults(names=list(commands.choices))
     return parser
 
 
@@ -100,21 +78,24 @@ def main() -> None:
     if not sys.argv[1:]:
         parser.print_help()
         sys.exit(2)
-    commands = [*COMMANDS, *WITH_OVERRIDES, "train"]
-    if (name := sys.argv[1]) not in commands and (near := nearest(name, commands, cutoff=0.75)):
+    names = parser.get_default("names")
+    if (name := sys.argv[1]) not in names and (near := nearest(name, names, cutoff=0.75)):
         environment.fail(UserError(f"{shown(name)} is not a command; did you mean titanlike {near}?"))
     arguments, overrides = parser.parse_known_args()
-    command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
-    if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):
-        parser.error(f"{command} takes no {shown(' '.join(overrides))}")
-    if command in WITH_OVERRIDES:
-        WITH_OVERRIDES[command](arguments, overrides)
-    else:
-        COMMANDS[command](arguments)
+    arguments.overrides = overrides
+    try:
+        refuse_unknown(arguments, overrides)
+        if (code := arguments.run(arguments)) is not None:
+            sys.exit(code)
+    except UserError as error:
+        environment.fail(error)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
-def _print_schema(*, as_markdown: bool) -> None:
-    if as_markdown:
+def _print_schema(arguments: argparse.Namespace) -> None:
+    if arguments.markdown:
         print(markdown(recipe_types()), end="")
     else:
         print(json.dumps(editor_schema(recipe_types()), indent=2))

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
-from titanlike.config.base import nearest, shown
+from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.cli import processes
+from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int
@@ -46,11 +47,8 @@ MAX_BLOCKS = 1000
 
 def add(commands: Any) -> None:
     """Adds `plan` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "plan",
-        help="memory, speed and cost of a recipe before it runs",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "plan", "memory, speed and cost of a recipe before it runs", DESCRIPTION, run, overrides=RECIPE_KEYS
     )
     parser.add_argument(
         "recipe",
@@ -80,21 +78,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--calibrate", type=Path, metavar="FILE.toml", help=text)
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command, or exits with the user's error."""
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     progress = ProgressBar(enabled=sys.stdout.isatty() and not arguments.json)
     try:
-        _refuse_unknown(overrides)
-        code = _run(arguments, overrides, progress)
-    except UserError as error:
+        return _run(arguments, arguments.overrides, progress)
+    finally:
         progress.close()
-        environment.fail(error)
-    except KeyboardInterrupt:
-        progress.close()
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    sys.exit(code)
 
 
 class ProgressBar:
@@ -362,30 +353,6 @@ def _counts(arguments: argparse.Namespace) -> list[int]:
             )
         counts.append(count)
     return sorted(set(counts))
-
-
-def _refuse_unknown(overrides: Sequence[str]) -> None:
-    """Refuses misspelt options: an argument without a dot is not an override."""
-    options = [
-        "--gpus",
-        "--hardware",
-        "--program",
-        "--measured",
-        "--quick",
-        "--json",
-        "--figure",
-        "--scaling",
-        "--search",
-        "--write",
-        "--calibrate",
-    ]
-    for argument in overrides:
-        name = argument.partition("=")[0]
-        if argument.startswith("-") and "." not in name and name not in ("--recipe", "--program"):
-            near = nearest(name, options)
-            raise UserError(
-                f"{shown(name)}: unknown option; " + (f"did you mean {near}?" if near else "see titanlike plan --help")
-            )
 
 
 def _console() -> "RichConsole":

@@ -36,16 +36,13 @@ def start_processes(default: int | None = None) -> None:
 
     Returns in each of them, and in the only process. `default` is their number without NPROC: by default one per GPU.
     """
-    try:
-        if environment.rank_info().started_by_launcher:
-            environment.terminate_with_launcher()
-            return
-        config = launch_config.launch_config(default_processes=default)
-        if config.num_nodes > 1:
-            environment.check_address(config.master_address)
-            print(f"launch  {config.label()}", file=sys.stderr, flush=True)
-    except UserError as error:
-        environment.fail(error)
+    if environment.rank_info().started_by_launcher:
+        environment.terminate_with_launcher()
+        return
+    config = launch_config.launch_config(default_processes=default)
+    if config.num_nodes > 1:
+        environment.check_address(config.master_address)
+        print(f"launch  {config.label()}", file=sys.stderr, flush=True)
     if config.world_size == 1:
         return
     system.set_variables(system.share_cores(config.processes_per_node))

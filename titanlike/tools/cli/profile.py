@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.shipped import REPOSITORY, recipe_path
-from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
+from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
@@ -51,11 +51,13 @@ WITHIN_OTHERS = ("recomputation", "overlap slowdown")  # a trace has them in the
 
 def add(commands: Any) -> None:
     """Adds `profile` to the commands of `titanlike`."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "profile",
-        help="where the time of a step goes: ten steps of a recipe, beside the plan",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "where the time of a step goes: ten steps of a recipe, beside the plan",
+        DESCRIPTION,
+        run,
+        overrides=RECIPE_KEYS,
     )
     text = "recipe, whose keys --section.key=value overrides; or the directory of a run with traces"
     parser.add_argument("path", type=recipe_path, metavar="RECIPE|RUN", help=text)
@@ -67,26 +69,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command, or exits with the user's error."""
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        _run(arguments, overrides)
-    except UserError as error:
-        environment.fail(error)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
-def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    for argument in overrides:
-        if "." not in argument.partition("=")[0]:
-            raise UserError(f"{shown(argument)}: unknown option; see titanlike profile --help")
     from titanlike.tools.planning.hardware import load_hardware
     from titanlike.tools.programs import load_known
     from titanlike.tools.trace import read_profile, traces
 
+    overrides = arguments.overrides
     hardware = load_hardware(arguments.hardware) if arguments.hardware else None  # before what takes long
     folder = arguments.path
     if folder.is_dir():

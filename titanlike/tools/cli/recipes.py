@@ -13,9 +13,9 @@ import tomli
 from titanlike.config import UserError
 from titanlike.config.base import nearest, shown
 from titanlike.config.shipped import shipped_recipes, train_command
-from titanlike.distributed import environment
 from titanlike.recipe.load import joined
 from titanlike.run.start import program_of
+from titanlike.tools.cli.command import add_command
 
 DESCRIPTION = """\
 Lists the shipped recipes: name, program and purpose. `copy` writes a recipe and its program, with the same name, to be changed: the
@@ -28,30 +28,22 @@ copied recipe runs the copied program. Replaces no file.
 
 def add(commands: Any) -> None:
     """Adds `recipes` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "recipes",
-        help="list the shipped recipes, or copy one with its program",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "recipes", "list the shipped recipes, or copy one with its program", DESCRIPTION, run
     )
-    actions = parser.add_subparsers(dest="recipes_command", metavar="copy")
-    copy = actions.add_parser("copy", help="write a recipe and its program to change")
+    actions = parser.add_subparsers(metavar="copy")
+    text = "write a recipe and its program to change"
+    copy = add_command(actions, "copy", text, f"{text[0].upper()}{text[1:]}.", _copy)
     copy.add_argument("name", help="a shipped recipe, such as debug")
     copy.add_argument("target", type=Path, metavar="DIR|RECIPE.toml", help="folder, or file of the copied recipe")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Lists or copies recipes, or exits with the user's error."""
-    if arguments.recipes_command != "copy":
-        found = shipped_recipes()
-        width = max(map(len, found))
-        for name, path in found.items():
-            print(f"{name:<{width}}  {program_of(path).stem:<8}  {_first_sentence(path.read_text())}")
-        return
-    try:
-        _copy(arguments.name, arguments.target)
-    except UserError as error:
-        environment.fail(error)
+    """Lists the recipes."""
+    found = shipped_recipes()
+    width = max(map(len, found))
+    for name, path in found.items():
+        print(f"{name:<{width}}  {program_of(path).stem:<8}  {_first_sentence(path.read_text())}")
 
 
 def _comment(text: str) -> list[str]:
@@ -65,8 +57,8 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=\.) (?=[A-Z])", comment)[0]
 
 
-def _copy(name: str, target: Path) -> None:
-    found = shipped_recipes()
+def _copy(arguments: argparse.Namespace) -> None:
+    found, name, target = shipped_recipes(), arguments.name, arguments.target
     if name not in found:
         near = nearest(name, list(found))
         hint = f"did you mean {near}?" if near else "`titanlike recipes` lists them"

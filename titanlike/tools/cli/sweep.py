@@ -3,14 +3,12 @@
 import argparse
 import shlex
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.shipped import train_command
-from titanlike.distributed import environment
+from titanlike.tools.cli.command import ANY_KEYS, add_command
 
 DESCRIPTION = """\
 Searches over keys of a recipe with Optuna: TPE suggests values, and trials that are worse than the median are pruned. Each trial is
@@ -24,31 +22,21 @@ an ordinary run. The same command resumes a sweep that was stopped or killed, an
 
 def add(commands: Any) -> None:
     """Adds `sweep` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "sweep",
-        help="search over keys of a recipe, each trial a run",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "sweep", "search over keys of a recipe, each trial a run", DESCRIPTION, run, overrides=ANY_KEYS
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml|DIRECTORY", help="sweep file, or directory of a sweep")
     parser.add_argument("--table", action="store_true", help="print the table of the results so far, and start nothing")
     parser.add_argument("--dry-run", action="store_true", help="check the sweep and its space, and start nothing")
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command, or exits with the user's error."""
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
     from titanlike.run.start import Arguments
-
-    try:
-        sys.exit(_run(arguments, Arguments([str(arguments.sweep), *overrides]).overrides))
-    except UserError as error:
-        environment.fail(error)
-
-
-def _run(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from titanlike.tools.sweep.config import load_sweep
     from titanlike.tools.sweep.results import read_results, table
 
+    overrides = Arguments([str(arguments.sweep), *arguments.overrides]).overrides
     if arguments.sweep.is_dir() and (overrides or arguments.dry_run):
         raise UserError(
             f"{arguments.sweep} is the folder of a sweep, whose table is printed; give its .toml file to change or run it"

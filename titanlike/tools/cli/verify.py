@@ -2,11 +2,11 @@
 
 import argparse
 import re
-import sys
-from collections.abc import Sequence
 
+from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.tools.arguments import positive_int
+from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.verify.recipe import verify
 
 DESCRIPTION = """\
@@ -36,11 +36,13 @@ factor, and what usually causes that. See docs/verify.md.
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "verify",
-        help="compare a layout with a single process numerically, on this machine",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "compare a layout with a single process numerically, on this machine",
+        DESCRIPTION,
+        run,
+        overrides=RECIPE_KEYS,
     )
     command.add_argument(
         "recipe",
@@ -61,13 +63,18 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
 
 
-def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
     if not re.fullmatch(r".+\.py(:\w*)?", arguments.recipe):
-        verify(recipe_path(arguments.recipe), arguments.layout, arguments.steps or 5, arguments.tolerance, overrides)
-    if overrides:
-        print(f"error: {arguments.recipe} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
-        sys.exit(2)
+        verify(
+            recipe_path(arguments.recipe),
+            arguments.layout,
+            arguments.steps or 5,
+            arguments.tolerance,
+            arguments.overrides,
+        )
+    if arguments.overrides:
+        raise UserError(f"{arguments.recipe} is no recipe, so it takes no {' '.join(arguments.overrides)}")
     from titanlike.tools.verify.module import verify_file  # imports torch
 
     verify_file(arguments.recipe, arguments.layout, arguments.steps or 3, arguments.tolerance)
