@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.forkserver import ROOT
 from tests.launching import free_port
 from tests.pool import Ranks, user_error
+from tests.simulated_memory.fakes import fake_process_group
 from tests.training import mesh_of
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
@@ -29,7 +30,6 @@ from titanlike.distributed.environment import RankInfo
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.spares import without_spares
-from titanlike.tools.planning.torch_internals import fake_process_group
 
 
 def _run_collectives() -> tuple[int, list[int], float, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.checkpoints import assert_identical, drop_last
 from tests.parity import CASES, MUON, Case, Parity, parallelism_of, tiers
 from tests.pool import Ranks
+from tests.simulated_memory.fakes import fake_process_group
 from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.staging import shard_range_of
@@ -25,7 +26,6 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor
 
 # Matrices that the ranks do not divide: the last shards are shorter, or empty.

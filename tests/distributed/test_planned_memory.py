@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.balanced_experts import balance_experts
 from tests.pool import Ranks
+from tests.simulated_memory.simulate import simulate
+from tests.simulated_memory.storage_tracker import StorageTracker
 from tests.training import build, tiny
 from titanlike.data.batches.loader import Batch
 from titanlike.models.deepseek.config import DeepseekV3Config
@@ -28,8 +30,6 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.loop import forward_backward
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.simulate import simulate
-from titanlike.tools.planning.storage_tracker import StorageTracker
 
 MARKER = 12345  # bytes, a size that no other tensor has
 STEPS = 3  # that are measured

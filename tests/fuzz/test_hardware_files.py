@@ -189,7 +189,7 @@ def command_case(path: Path, recipe: Path, overrides: dict[str, str], num_gpus: 
                 raise
 
     overrides = {key: value for key, value in overrides.items() if key != "parallelism.pipeline"}  # seconds of advice
-    words = [str(recipe), f"--gpus={num_gpus}", f"--hardware={path}", "--quick"]
+    words = [str(recipe), f"--gpus={num_gpus}", f"--hardware={path}"]
     words += [f"--{key}={value}" for key, value in overrides.items()]
     outcome = run(program, ["plan", *words], path.parent, {"COLUMNS": str(CONSOLE_WIDTH)})
     assert not (refused and outcome.accepted), f"accepted: {path.read_bytes()!r}"

@@ -49,7 +49,7 @@ def invocations(folder: Path) -> dict[str, list[str]]:
         "verify": [DEBUG, "--layout=tensor=1", "--steps=1"],
         "init": ["new.toml", "--gpus=0"],
         "doctor": [],
-        "plan": [DEBUG, "--gpus=1", "--quick"],
+        "plan": [DEBUG, "--gpus=1"],
         "launch slurm": [DEBUG, "--dry-run", "--gpus-per-node=1"],
         "launch kubernetes": [DEBUG, "--dry-run", "--gpus-per-node=1", "--image=image", "--claim=claim"],
         "launch skypilot": [DEBUG, "--dry-run", "--gpus-per-node=1", "--checkpoint.dir=s3://bucket/runs"],

@@ -456,7 +456,7 @@ def test_plans_of_files_of_other_programs(cli: Cli, tmp_path: Path) -> None:
     job.write_text(JOB)
 
     def speed(*arguments: object) -> tuple[float, str]:
-        captured = cli("plan", job, "--gpus=8", "--quick", "--json", *arguments)
+        captured = cli("plan", job, "--gpus=8", "--json", *arguments)
         return float(json.loads(captured.out)["tokens_per_second_per_gpu"]), captured.err
 
     theirs, text = speed()
@@ -466,7 +466,7 @@ def test_plans_of_files_of_other_programs(cli: Cli, tmp_path: Path) -> None:
     assert speed("--training.seq_len=2048")[0] != theirs  # an override
     assert theirs != speed("--program=torchtitan")[0]  # what the job has otherwise: its loss is not compiled
     job.write_text(JOB)
-    text = cli("plan", job, "--gpus=8,16", "--quick", "--json").err
+    text = cli("plan", job, "--gpus=8,16", "--json").err
     assert "the batch is for 8 GPUs; --scaling weak" in text
     search = cli("plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml", code=2)
     assert "first `titanlike import" in search.err

@@ -26,7 +26,7 @@ H100 = load_hardware("h100")
 
 
 def test_report(cli: Cli) -> None:
-    output = cli("plan", RECIPE, "--gpus", "64", "--quick").out
+    output = cli("plan", RECIPE, "--gpus", "64").out
     for text in (
         "llama 3-8B: 8.03 billion parameters", "64 x H100 SXM 80 GB: 8 nodes", "optimizer states", "peak, reserved", "none  ",
         "selective (recipe)", "reduce-scatter", "MFU", "range ", "(FSDP, Hopper and Ampere)", "limits this layout with",
@@ -36,7 +36,7 @@ def test_report(cli: Cli) -> None:
 
 
 def test_json_and_exit_code_of_a_recipe_that_does_not_fit(cli: Cli) -> None:
-    arguments = ["--gpus=8", "--quick", "--json", "--training.local_batch_size=16", "--activation_checkpoint.mode=none"]
+    arguments = ["--gpus=8", "--json", "--training.local_batch_size=16", "--activation_checkpoint.mode=none"]
     values = json.loads(cli("plan", RECIPE, *arguments, code=1).out)
     assert values["fits"] is False and values["peak_reserved_bytes"] > values["available_bytes"]
     assert values["advice"].startswith("It does not fit by ") and values["advice_changes"]
@@ -54,7 +54,7 @@ def test_a_measured_speed_is_the_anchor_of_other_plans(cli: Cli) -> None:
 
 def test_another_program(cli: Cli, tmp_path: Path) -> None:
     def speed(*arguments: str) -> float:
-        values = json.loads(cli("plan", RECIPE, "--gpus=8", "--quick", "--json", *arguments).out)
+        values = json.loads(cli("plan", RECIPE, "--gpus=8", "--json", *arguments).out)
         return float(values["tokens_per_second_per_gpu"])
 
     (tmp_path / "own.toml").write_text('attention = "flash"\nwhole_logits = true\n')
@@ -64,11 +64,11 @@ def test_another_program(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
-    points = json.loads(cli("plan", RECIPE, "--gpus=8,64,100", "--quick", "--json").out)["points"]
+    points = json.loads(cli("plan", RECIPE, "--gpus=8,64,100", "--json").out)["points"]
     assert [point["num_gpus"] for point in points] == [8, 64, 100] and "problem" in points[2]
     best = tmp_path / "best.toml"
     fixed = [f"--parallelism.{name}=1" for name in ("pipeline", "context", "replicate")]
-    search = cli("plan", RECIPE, "--gpus=8", "--quick", "--json", "--search", "--write", best, *fixed)
+    search = cli("plan", RECIPE, "--gpus=8", "--json", "--search", "--write", best, *fixed)
     values = json.loads(search.out)
     assert values["best"][0]["fits"] and values["candidates"] > len(values["best"])
     check_recipe(load_known(best, {}), 8)
@@ -100,9 +100,9 @@ def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
         ((RECIPE, "--gpus=8,16", "--search"), "--search takes one number of GPUs"),
         ((RECIPE, "--gpus=8", "--figure=plan.pdf"), "give the name of a .png file"),
         ((RECIPE, "--gpus=8", "--search", f"--write={RECIPE}"), "exists and was not written by --search"),
-        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=16", "--search", "--quick",
+        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=16", "--search",
           "--parallelism.tensor=8", "--parallelism.pipeline=2"), "fits on 16 x H100 SXM 80 GB"),
-        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--quick", "--parallelism.tensor=8",
+        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--parallelism.tensor=8",
           "--parallelism.pipeline=2"), "no layout of 8 GPUs has parallelism.tensor = 8 and parallelism.pipeline = 2; use another"),
     ],
 )  # fmt: skip
@@ -124,7 +124,7 @@ def test_tables_fit_the_terminal(width: int) -> None:
     recipe = load_known(ROOT / "train_configs/llama3_405b.toml", {})
     found = make_plan(Job(recipe, 512), H100)
     lines = rendered(
-        width, report.print_plan, found, advice(found, check_recipe), checkpointing_modes(found, check_recipe), found
+        width, report.print_plan, found, advice(found, check_recipe), checkpointing_modes(found, check_recipe)
     )
     assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
     points = scaling(load_known(Path(RECIPE), {}), [8, 64, 128], H100, check_recipe, "strong")

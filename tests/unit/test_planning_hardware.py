@@ -62,7 +62,7 @@ def test_hardware_without_bfloat16_takes_float16(name: str, cli: Cli) -> None:
     assert hardware.efficiency == 1.0, "there is no measurement"
     with pytest.raises(UserError, match=r"compute_dtype = 'bfloat16', which .* does not have; set .* = 'float16'"):
         hardware.check_dtype("bfloat16")
-    command = ["plan", "gpt2_124m", "--gpus", "8", "--hardware", name, "--quick"]
+    command = ["plan", "gpt2_124m", "--gpus", "8", "--hardware", name]
     assert "set training.compute_dtype = 'float16'" in cli(*command, code=2).err
     changes = ["--training.compute_dtype=float16", "--training.local_batch_size=1"]
     assert f"none of them on {hardware.name}" in " ".join(cli(*command, *changes).out.split())

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.simulated_memory.simulate import simulate
+from titanlike.config.optimizer import OptimizerGroup
 from titanlike.models.bert.config import BERT_SIZES, BertConfig
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
@@ -13,7 +15,6 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
-from titanlike.tools.planning.simulate import can_simulate, simulate
 from titanlike.tools.programs import load_known
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
@@ -51,6 +52,7 @@ ONE = dict(local_batch_size=1, global_batch_size=64)
 PIPELINE = dict(pipeline=4, shard=2)
 FOUR = dict(num_layers=4)
 BOTH = dict(model=FOUR, teacher=FOUR)
+MUON = dict(groups=(OptimizerGroup(pattern="layers.*.weight", optimizer="muon"),))
 QWEN3_MOE, MIXTRAL = (Qwen3MoeConfig, "30B-A3B"), (MixtralConfig, "8x7B")
 MOONLIGHT = DeepseekV3Config, "Moonlight-16B"
 NONE, SELECTIVE, FULL = (dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full"))
@@ -70,6 +72,7 @@ CASES: dict[str, tuple[Job, int]] = {
     "ModernBERT, FSDP": (job("modernbert_base", 8), 0),
     "T5": (job("seq2seq_debug", 1), 0),
     "Distillation, FSDP": (job("distill_llama3_1b", 8, model=FOUR, teacher=FOUR), 0),
+    "FSDP, CPU offload": (job("llama3_8b", 8, model=FOUR, parallelism=dict(cpu_offload=True)), 0),
     "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
 }  # fmt: skip
 SLOW_CASES: dict[str, tuple[Job, int]] = {
@@ -105,6 +108,7 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
     "Distillation, LoRA, compiled": (job("distill_llama3_1b", 8, **BOTH, lora=dict(rank=16), compile=COMPILED), 0),
     "MTP, FSDP": (mixture(MOONLIGHT, further=1, **NONE), 0),
     "MTP, TP x FSDP, full": (mixture(MOONLIGHT, further=1, parallelism=dict(tensor=2), **FULL), 0),
+    "Muon, FSDP, full": (job("llama3_8b", 8, model=FOUR, optimizer=MUON, **FULL), 0),
     "MoE, EP, full": (mixture(MIXTRAL, parallelism=dict(expert=8), **FULL), 0),
 }
 
@@ -130,29 +134,11 @@ def test_gradients_that_replace_what_has_accumulated_need_no_more_memory() -> No
     assert before.reserved == pytest.approx(1.055 * before.allocated)
 
 
-def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:
-    zbv = dict(pipeline=2, pipeline_schedule="zbv")
-    modes = {mode: dict(mode=mode) for mode in ("none", "selective")}
-    found = {
-        mode: can_simulate(job("llama3_8b", 8, parallelism=zbv, activation_checkpoint=modes[mode])) for mode in modes
-    }
-    assert found == {"none": True, "selective": False}
-    assert can_simulate(job("llama3_8b", 8))
-
-
-def test_async_tensor_parallelism_is_simulated_without_a_gpu() -> None:
-    layouts = (dict(tensor=2, async_tensor_parallel=overlapped) for overlapped in (False, True))
-    found = [
-        simulate(job("llama3_8b", 8, model=FOUR, compile=COMPILED, parallelism=parallelism)) for parallelism in layouts
-    ]
-    assert found[1].allocated == found[0].allocated > 2**30
-
-
 def test_a_deep_model_is_extrapolated_from_a_few_blocks() -> None:
     deep = job("llama3_8b", 8, model=dict(num_layers=12), activation_checkpoint=dict(mode="full"))
     with pytest.MonkeyPatch.context() as patch:
         found = simulate(deep)
-        patch.setattr("titanlike.tools.planning.simulate.DEPTH", 11)
+        patch.setattr("tests.simulated_memory.simulate.DEPTH", 11)
         all_blocks = simulate(deep)
     assert [moment.label for moment in found.moments if "block" in moment.label] == [
         moment.label for moment in all_blocks.moments if "block" in moment.label

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.simulated_memory.fakes import fake_process_group
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism
@@ -17,7 +18,6 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Parameter, fsdp_units, stage_of
-from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
-and energy. Names what limits the layout, and the change that helps most. Formulas first, then the recipe's real model with fake
-tensors for the pipeline ranks that decide (--quick leaves that out). Exits with code 0 if the recipe fits, otherwise with code 1.
+and energy. Names what limits the layout, and the change that helps most. Exits with code 0 if the recipe fits, otherwise with
+code 1.
 
   titanlike plan llama3_8b --gpus 64 --hardware h100
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
@@ -64,7 +64,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--program", metavar="NAME|FILE", help=text)
     text = "measured tokens/s of one GPU with this recipe on the first number of GPUs: fits the efficiency of the hardware to it"
     parser.add_argument("--measured", type=float, metavar="SPEED", help=text)
-    parser.add_argument("--quick", action="store_true", help="formulas only, without the real model under fake tensors")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     text = "draw memory over a step or, for several numbers of GPUs, scaling; requires matplotlib"
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help=text)
@@ -225,22 +224,18 @@ def _plan(request: Request, num_gpus: int) -> int:
     from titanlike.run.checks import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.advice import advice, checkpointing_modes
-    from titanlike.tools.planning.plan import make_plan, with_simulated_memory
+    from titanlike.tools.planning.plan import make_plan
 
     check_recipe(request.recipe, num_gpus)
-    formula = make_plan(request.job(num_gpus), request.hardware, measured=request.measured)
-    recommendation = advice(formula, check_recipe)
+    plan = make_plan(request.job(num_gpus), request.hardware, measured=request.measured)
+    recommendation = advice(plan, check_recipe)
     if recommendation.impossible:
         raise UserError(recommendation.text)
-    plan = formula if request.arguments.quick else with_simulated_memory(formula, request.progress)
-    if plan.fits != formula.fits:
-        recommendation = advice(plan, check_recipe)
-    modes = checkpointing_modes(formula, check_recipe)
-    request.progress.close()
+    modes = checkpointing_modes(plan, check_recipe)
     if request.arguments.json:
         print(json.dumps(report.as_json(plan, recommendation, modes), indent=1))
     else:
-        report.print_plan(plan, recommendation, modes, formula, _console())
+        report.print_plan(plan, recommendation, modes, _console())
     if request.arguments.figure:
         from titanlike.tools.planning.figure import draw_memory
 
@@ -253,8 +248,8 @@ def _search(request: Request, num_gpus: int) -> int:
     from titanlike.run.checks import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.changes import text_of
-    from titanlike.tools.planning.plan import make_plan, with_simulated_memory
-    from titanlike.tools.planning.search import search, simulate_best, value_of, write_recipe
+    from titanlike.tools.planning.plan import make_plan
+    from titanlike.tools.planning.search import search, value_of, write_recipe
     from titanlike.tools.programs import load_known
 
     def on_progress(done: int, total: int) -> None:
@@ -269,8 +264,6 @@ def _search(request: Request, num_gpus: int) -> int:
         measured=request.measured,
         on_progress=on_progress,
     )
-    if result.best and not request.arguments.quick:
-        result = simulate_best(result, lambda plan: with_simulated_memory(plan, request.progress))
     request.progress.close()
     if not result.candidates:
         fixed = text_of({key: value_of(request.recipe, key) for key in request.overrides if "parallelism." in key})

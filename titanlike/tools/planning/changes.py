@@ -23,6 +23,9 @@ CHANGES_ROUNDING = ("float8.", "optimizer.state_dtype", "training.reduce_dtype")
 CHECKPOINTING_MODES = ("none", "selective", "full")
 MAX_MICROBATCH_SIZES = 6
 
+HOST_MEMORY, OFFLOADED_BYTES = 256 * 2**30, 10
+"""Memory of a host for each of its GPUs, as cloud providers have, and bytes of a parameter there with quantized states."""
+
 
 def apply(recipe: PretrainRecipe, changes: Changes) -> PretrainRecipe:
     """Returns the recipe with some keys changed."""
@@ -171,7 +174,7 @@ def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]
     state = {} if getattr(recipe.optimizer, "state_dtype", "8bit") == "8bit" else {"optimizer.state_dtype": "8bit"}
     if state:
         yield [changes | state for changes in group]
-    if not job.layout.cpu_offload:
+    if not job.layout.cpu_offload and recipe.model.num_parameters() * OFFLOADED_BYTES / job.num_gpus <= HOST_MEMORY:
         yield [changes | state | {"parallelism.cpu_offload": True} for changes in group]
 
 

@@ -1,7 +1,4 @@
-"""Memory of a GPU over a training step, by category, from formulas. Does not import torch.
-
-`simulate` computes the same from the real model under fake tensors.
-"""
+"""Memory of a GPU over a training step, by category, from formulas. Does not import torch."""
 
 import math
 from collections import Counter
@@ -177,12 +174,14 @@ class _Sizes:
         orthogonalized = sum(matrix.received(job) for group in muon.values() for matrix in group) / layout.tensor
         second = cls.of(job.second, rank) if job.second else None
         frozen = second.num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if second else 0.0
-        states = Usage(
-            parameters=round(num_parameters * weights + frozen),
-            gradients=round(num_parameters * shard * trained),
-            optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
-            workspaces=WORKSPACES,
-        )
+        states = Usage(workspaces=WORKSPACES)
+        if not layout.cpu_offload:  # otherwise the host has them
+            states = Usage(
+                parameters=round(num_parameters * weights + frozen),
+                gradients=round(num_parameters * shard * trained),
+                optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
+                workspaces=WORKSPACES,
+            )
         element = 1.0 if recipe.float8.all_gather else compute
         tokens = job.decoder_tokens
         chunk = min(training.loss_chunk or tokens, tokens)

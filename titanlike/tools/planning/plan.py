@@ -1,13 +1,9 @@
-"""Memory, communication, time and cost of a recipe on a number of GPUs. Imports torch only to simulate memory."""
+"""Memory, communication, time and cost of a recipe on a number of GPUs. Does not import torch."""
 
 import math
-import os
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from multiprocessing import get_context
 
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.collectives import Collective
@@ -17,16 +13,12 @@ from titanlike.tools.planning.memory import Memory, memory, with_program_loss
 from titanlike.tools.planning.ranges import Range, kind_of, range_of
 from titanlike.tools.planning.step_time import Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
-from titanlike.utils import system
 
 GIB = 2**30
 
 OUTSIDE_ALLOCATOR = 3 * 2**29
 """Bytes of a GPU that the caching allocator cannot use: the CUDA context, kernels and the buffers of NCCL."""
 
-
-LARGE = 2e10
-"""Parameters of a model whose ranks are simulated in parallel: half a minute each, and a process takes five seconds to start."""
 
 UNEQUAL_STAGES = 0.05
 """Fraction by which the first pipeline rank may compute more than others, which then have a smaller bubble."""
@@ -41,14 +33,12 @@ class Plan:
     memory: tuple[Memory, ...]  # of each pipeline rank
     traffic: tuple[tuple[Collective, ...], ...]  # of each pipeline rank, in a step
     time: StepTime
-    simulated: frozenset[int] = frozenset()  # pipeline ranks whose memory is from fake tensors
     measured: bool = False  # the hardware has the efficiency of a measured run of this recipe
 
     @cached_property
     def worst_rank(self) -> int:
-        """The pipeline rank that needs most memory. Simulated ranks, which the formulas have selected, take precedence."""
-        ranks = self.simulated or range(len(self.memory))
-        return max(sorted(ranks), key=lambda rank: self.memory[rank].reserved)
+        """The pipeline rank that needs most memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].reserved)
 
     @property
     def allocated(self) -> int:
@@ -147,27 +137,21 @@ def available_memory(hardware: Hardware) -> int:
     return round(hardware.memory_gib * GIB) - OUTSIDE_ALLOCATOR
 
 
-def make_plan(
-    job: Job, hardware: Hardware, simulated: Mapping[int, Memory] | None = None, *, measured: bool = False
-) -> Plan:
+def make_plan(job: Job, hardware: Hardware, *, measured: bool = False) -> Plan:
     """Plans a job.
 
     Args:
         job: The recipe and the number of GPUs. Raises `UserError` where the layout or the batch does not divide.
         hardware: What it runs on.
-        simulated: Memory of pipeline ranks from fake tensors, instead of from formulas.
         measured: The hardware comes from `ranges.anchored`.
     """
-    simulated = simulated or {}
     ranks = range(job.layout.pipeline)
-    memories = tuple(
-        with_program_loss(job, simulated[rank] if rank in simulated else memory(job, rank)) for rank in ranks
-    )
+    memories = tuple(with_program_loss(job, memory(job, rank)) for rank in ranks)
     traffics = tuple(tuple(traffic(job, rank)) for rank in ranks)
-    return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), frozenset(simulated), measured)
+    return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), measured)
 
 
-def ranks_to_simulate(plan: Plan) -> list[int]:
+def deciding_ranks(plan: Plan) -> list[int]:
     """Returns the pipeline ranks that decide whether a job fits: the one that needs most memory, and the last one."""
     return sorted({plan.worst_rank, len(plan.memory) - 1})
 
@@ -200,34 +184,6 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
         stages_per_rank = len(job.split) // job.layout.pipeline
         seconds += busy * (job.layout.pipeline - 1) / (job.num_microbatches * stages_per_rank)
     return seconds * (1 - UNEQUAL_STAGES)
-
-
-def with_simulated_memory(plan: Plan, progress: Callable[[str, int, int], None]) -> Plan:
-    """Returns the plan with the simulated memory of the pipeline ranks that decide, or the same plan if it cannot be simulated.
-
-    Args:
-        plan: A plan from formulas.
-        progress: Called with a text, the number of ranks that are done, and the number of all.
-    """
-    from titanlike.tools.planning.simulate import can_simulate, simulate
-
-    if not can_simulate(plan.job):
-        return plan
-    simulated = {}
-    ranks = ranks_to_simulate(plan)
-    if len(ranks) == 1 or plan.job.recipe.model.num_parameters() < LARGE:
-        for done, rank in enumerate(ranks):
-            progress(f"simulating pipeline rank {rank} with fake tensors", done, len(ranks))
-            simulated[rank] = simulate(plan.job, rank)
-    else:
-        num_workers = min(len(ranks), system.num_cores())
-        context = get_context("spawn")
-        with ProcessPoolExecutor(num_workers, context, system.end_with_parent, (os.getpid(),)) as workers:
-            tasks = {rank: workers.submit(simulate, plan.job, rank) for rank in ranks}
-            for done, (rank, task) in enumerate(tasks.items()):
-                progress(f"simulating {len(ranks)} pipeline ranks with fake tensors", done, len(ranks))
-                simulated[rank] = task.result()
-    return make_plan(plan.job, plan.hardware, simulated, measured=plan.measured)
 
 
 def plan_or_none(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Plan | None:

@@ -12,7 +12,7 @@ from titanlike.tools.planning.advice import Advice, is_overhead, limits
 from titanlike.tools.planning.changes import text_of
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.memory import Usage
-from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, ranks_to_simulate
+from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, deciding_ranks
 from titanlike.tools.planning.scaling import Mode, Point
 from titanlike.tools.planning.search import SearchResult
 
@@ -39,16 +39,13 @@ MODES = {
 }
 
 
-def print_plan(
-    plan: Plan, recommendation: Advice, modes: Mapping[str, Plan | None], formula: Plan, console: Console
-) -> None:
+def print_plan(plan: Plan, recommendation: Advice, modes: Mapping[str, Plan | None], console: Console) -> None:
     """Prints the report of a plan.
 
     Args:
         plan: The plan.
         recommendation: What would help most.
         modes: The plan with each mode of activation checkpointing; None if the mode is not valid.
-        formula: The plan from formulas alone, to compare simulated memory with.
         console: Where to print.
     """
     for line in summary_lines(plan):
@@ -56,11 +53,6 @@ def print_plan(
     console.print()
     console.print(_memory_table(plan))
     console.print(memory_line(plan))
-    for rank in sorted(plan.simulated):
-        found, computed = plan.memory[rank].allocated, formula.memory[rank].allocated
-        console.print(
-            f"Simulated with fake tensors: pipeline rank {rank} allocates {found / GIB:,.2f} GiB (formula: {computed / GIB:,.2f})."
-        )
     console.print()
     console.print(_modes_table(plan, modes))
     console.print()
@@ -112,7 +104,7 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> Table:
-    ranks = ranks_to_simulate(plan)
+    ranks = deciding_ranks(plan)
     heads = ["per GPU"] if len(plan.memory) == 1 else [f"pipeline rank {rank}" for rank in ranks]
     result = table("Memory at the peak, GiB", "", *heads)
     for name, label in CATEGORIES.items():
@@ -300,7 +292,6 @@ def _rank_as_json(plan: Plan, rank: int) -> dict[str, Any]:
     memory = plan.memory[rank]
     return {
         "rank": rank,
-        "simulated": rank in plan.simulated,
         "peak_allocated_bytes": memory.allocated,
         "peak_reserved_bytes": memory.reserved,
         "peak_label": memory.peak.label,

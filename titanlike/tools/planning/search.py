@@ -7,7 +7,7 @@ are not valid or do not fit in memory are dropped before their time is computed.
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from titanlike.utils.atomic_write import atomic_write_text
 MAX_CONTEXT = 64
 MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication
 NUM_BEST = 10
-NUM_SIMULATED = 3
 FIRST_LINE = "# Written by `titanlike plan --search`"
 
 # With tensorwise scaling, gathering in float8 halves the traffic and costs nothing.
@@ -121,19 +120,6 @@ def search(
             result.best.append(Candidate(differing, plan))
             result.best = sorted(result.best, key=lambda candidate: candidate.slow_seconds)[:NUM_BEST]
     return result
-
-
-def simulate_best(result: SearchResult, simulate: Callable[[Plan], Plan], number: int = NUM_SIMULATED) -> SearchResult:
-    """Returns the result with the simulated memory of the first candidates. Those that then do not fit are dropped."""
-    best: list[Candidate] = []
-    remaining = list(result.best)
-    while remaining and len(best) < number:
-        candidate = remaining.pop(0)
-        plan = simulate(candidate.plan)
-        if plan.fits:
-            best.append(Candidate(candidate.changes, plan))
-    best.sort(key=lambda candidate: candidate.slow_seconds)
-    return replace(result, best=best + remaining)
 
 
 def _fitting(

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.simulated_memory.fakes import efficient_attention
 from titanlike.config.sections import Float8
 from titanlike.models.common import layers
 from titanlike.models.moe.config import MoeConfig
 from titanlike.parallelisms import context, expert
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.torch_internals import efficient_attention
 from titanlike.utils import compat
 
 

@@ -12,6 +12,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from tests.simulated_memory.fake_operators import any_hardware, balanced_experts, gpu_operators
+from tests.simulated_memory.fakes import fake_process_group, fake_tensors
+from tests.simulated_memory.storage_tracker import Allocation, StorageTracker
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.data.batches.loader import Batch
@@ -27,7 +30,6 @@ from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.distillation import Teacher, set_distillation_loss
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations, weight_copies
-from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import (
     WORKSPACES,
@@ -43,8 +45,6 @@ from titanlike.tools.planning.memory import (
     states,
 )
 from titanlike.tools.planning.schedules import order, peak_in_flight
-from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
-from titanlike.tools.planning.torch_internals import fake_process_group, fake_tensors
 
 # Blocks of a simulated model; with one more, the change for each further block is known. FSDP gathers up to three units at a time,
 # but all units of a pipeline stage.
@@ -52,13 +52,6 @@ DEPTH, DEPTH_OF_STAGES = 3, 1
 MICROBATCHES = 2  # of a simulated step without a pipeline: the second one finds the gradients of the first
 
 Moments = tuple[Moment, ...]
-
-
-def can_simulate(job: Job) -> bool:
-    """Whether fake tensors show the memory of a job: not where only compiled code works, nor with MX formats."""
-    splits_backward = job.layout.pipeline > 1 and job.schedule.splits_backward
-    recomputes = job.recipe.activation_checkpoint.mode != "none"
-    return not (splits_backward and recomputes) and job.recipe.float8.scaling != "mxfp8"
 
 
 def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -> Memory:
@@ -73,11 +66,6 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
             recipe = replace(recipe, float8=Float8())
         eager = replace(job, recipe=recipe)
         return _as_compiled(simulate(eager, rank, device), eager, job)
-    if (
-        job.recipe.parallelism.async_tensor_parallel
-    ):  # needs symmetric memory of GPUs; only compiled code overlaps anything
-        section = replace(job.recipe.parallelism, async_tensor_parallel=False)
-        return simulate(replace(job, recipe=replace(job.recipe, parallelism=section)), rank, device)
     if job.layout.cpu_offload:
         section = replace(job.recipe.parallelism, cpu_offload=False)
         found = simulate(replace(job, recipe=replace(job.recipe, parallelism=section)), rank, device)

@@ -7,13 +7,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from titanlike.tools.planning.torch_internals import (
-    TorchDispatchMode,
-    is_read_on_host,
-    is_traceable_wrapper_subclass,
-    tree_leaves,
-)
+from tests.simulated_memory.fakes import is_read_on_host
 
 
 @dataclass(eq=False)
