@@ -17,7 +17,7 @@ from typing import Any
 import tomli
 
 from titanlike.distributed.launch_config import child_environment
-from titanlike.tools.small_recipe import shrink
+from titanlike.tools.verify.small_recipe import shrink
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4

@@ -9,8 +9,8 @@ import tomli
 
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.recipe import PretrainRecipe, load, to_toml
-from titanlike.tools.small_recipe import shrink
 from titanlike.tools.verify.recipe import _toml
+from titanlike.tools.verify.small_recipe import shrink
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 

@@ -39,9 +39,9 @@ from titanlike.distributed.autograd_collectives import (
     split,
 )
 from titanlike.parallelisms.mesh import group_along
-from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.verify.comparison import ProcessRecord
 from titanlike.tools.verify.module import Report, compare_records
+from titanlike.tools.verify.options import parse_mesh
 from titanlike.tools.verify.record import Functions, batch_dimensions, record, shard_rows
 
 VOCAB, DIM, LENGTH, ROWS = 16, 8, 8, 8

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.launching import free_port
 from tests.pool import Ranks
 from titanlike.config import UserError
-from titanlike.tools import network
-from titanlike.tools.finding import Finding
-from titanlike.tools.network import Clock, compare_clocks, compare_speeds, expected_speeds, rounds
+from titanlike.tools.doctor import network
+from titanlike.tools.doctor.finding import Finding
+from titanlike.tools.doctor.network import Clock, compare_clocks, compare_speeds, expected_speeds, rounds
 from titanlike.tools.planning.hardware import load_hardware
 
 NODES = [f"node {number} (host-{number})" for number in range(4)]

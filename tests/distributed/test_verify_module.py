@@ -31,9 +31,9 @@ from tests.pool import Ranks
 from titanlike.config import UserError
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.tensor import apply_tensor
-from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.verify.comparison import ProcessRecord
 from titanlike.tools.verify.module import Report, compare_records, load, verify_file
+from titanlike.tools.verify.options import parse_mesh
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 
 MEASURED = json.loads((ROOT / "benchmarks/results/silent_bugs_cpu.json").read_text())

@@ -36,13 +36,13 @@ from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
-from titanlike.tools.arguments import parse_layout, parse_mesh
 from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known, recipe_types
-from titanlike.tools.small_recipe import fitting_batch
 from titanlike.tools.sweep.config import load_sweep
+from titanlike.tools.verify.options import parse_layout, parse_mesh
+from titanlike.tools.verify.small_recipe import fitting_batch
 
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMANDS = ("bash",)

@@ -23,11 +23,11 @@ from titanlike.models.gpt.config import GPTConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
-from titanlike.tools.arguments import parse_layout, parse_tolerance
-from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
-from titanlike.tools.small_recipe import fitting_batch, shrink
+from titanlike.tools.verify.batches import first_difference, read_batches
+from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
+from titanlike.tools.verify.small_recipe import fitting_batch, shrink
 
 
 def copied(folder: Path, old: str, new: str) -> str:

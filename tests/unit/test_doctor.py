@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.launching import Cli
-from titanlike.tools import doctor
-from titanlike.tools.finding import Finding
+from titanlike.tools.doctor import checks as doctor
+from titanlike.tools.doctor.finding import Finding
 from titanlike.utils import compat, system
 
 Usage = namedtuple("Usage", "total used free")

@@ -25,7 +25,7 @@ from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.recipe.load import dump
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import effective_overrides, load_known, recipe_types
-from titanlike.tools.small_recipe import shrink
+from titanlike.tools.verify.small_recipe import shrink
 
 PACKAGE = PROGRAMS.parent / "titanlike"
 # Values to try for a field; those that its type refuses are left out.

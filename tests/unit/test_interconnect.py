@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from titanlike.tools import interconnect
-from titanlike.tools.finding import Finding
+from titanlike.tools.doctor import interconnect
+from titanlike.tools.doctor.finding import Finding
 
 UNLIMITED = resource.RLIM_INFINITY
 NCCL = {"NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_NET"}

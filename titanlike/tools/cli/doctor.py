@@ -10,7 +10,7 @@ from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.tools.cli import processes
 from titanlike.tools.cli.command import add_command
-from titanlike.tools.finding import Finding
+from titanlike.tools.doctor.finding import Finding
 from titanlike.utils import system
 
 DESCRIPTION = """\
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine(arguments: argparse.Namespace) -> Iterator[Finding]:
     if arguments.hardware:
         raise UserError("--hardware is for --network: titanlike doctor --network --hardware NAME")
-    from titanlike.tools.doctor import examine
+    from titanlike.tools.doctor.checks import examine
 
     return examine()
 
@@ -64,7 +64,7 @@ def _network(arguments: argparse.Namespace) -> list[Finding]:
     hardware = load_hardware(arguments.hardware) if arguments.hardware else None
     processes.start_processes(None if system.num_gpus() else 2)
     from titanlike.distributed import process_group
-    from titanlike.tools import network
+    from titanlike.tools.doctor import network
     from titanlike.tools.planning.calibrate import data_sheet
 
     with processes.session("auto") as device:

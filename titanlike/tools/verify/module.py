@@ -24,10 +24,10 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from titanlike.config import UserError
 from titanlike.config.base import nearest
 from titanlike.distributed import environment, process_group
-from titanlike.tools.arguments import parse_mesh, parse_tolerance
 from titanlike.tools.verify import comparison as phases
 from titanlike.tools.verify.comparison import Comparison, ProcessRecord
 from titanlike.tools.verify.finding import Diagnosis, first_finding
+from titanlike.tools.verify.options import parse_mesh, parse_tolerance
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 from titanlike.utils import system
 

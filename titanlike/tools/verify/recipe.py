@@ -19,9 +19,9 @@ from titanlike.config.optimizer import Optimizer
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
 from titanlike.recipe.finetune import FinetuneRecipe
-from titanlike.tools.arguments import parse_layout, parse_tolerance
-from titanlike.tools.batches import Batches, first_difference, read_batches
-from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
+from titanlike.tools.verify.batches import Batches, first_difference, read_batches
+from titanlike.tools.verify.options import parse_layout, parse_tolerance
+from titanlike.tools.verify.small_recipe import fitting_batch, float8_off, shrink
 
 # Relative tolerances for float32 sums in a different order, which Adam amplifies.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}

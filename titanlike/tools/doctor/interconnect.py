@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from titanlike.config.base import shown
-from titanlike.tools.finding import GIB, Finding, output
+from titanlike.tools.doctor.finding import GIB, Finding, output
 from titanlike.utils import system
 
 ROOT = Path("/")

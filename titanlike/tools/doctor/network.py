@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titanlike.config import UserError
 from titanlike.distributed import process_group
-from titanlike.tools.finding import Finding
+from titanlike.tools.doctor.finding import Finding
 from titanlike.tools.planning.calibrate import COLLECTIVE_BYTES, link_speed
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.measure import Timer, collective_seconds

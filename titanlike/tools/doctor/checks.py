@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 import titanlike
 from titanlike.config.sections import Float8
 from titanlike.distributed import launch_config
-from titanlike.tools import interconnect
-from titanlike.tools.finding import GIB, Finding, output
+from titanlike.tools.doctor import interconnect
+from titanlike.tools.doctor.finding import GIB, Finding, output
 from titanlike.utils import system
 
 MIN_PYTHON = (3, 10)
@@ -67,27 +69,20 @@ def packages() -> Iterable[Finding]:
         return [Finding("missing", "titanlike", "not installed", 'pip install -e "."')]
     found = {}
     findings = []
-    for requirement in requirements:
-        match = re.match(r"([\w.-]+)([^;]*)$", requirement)  # one with a marker is an extra's
-        if match is None:
+    for requirement in map(Requirement, requirements):
+        name = requirement.name
+        if requirement.marker:  # an extra's
             continue
-        name, versions = match[1], match[2].strip()
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             findings.append(Finding("missing", name, "not installed", f'pip install "{requirement}"'))
             continue
-        if not _is_within(found[name], versions):
+        if not requirement.specifier.contains(found[name], prereleases=True):
             text = f"{found[name]} is not a supported version"
             findings.append(Finding("warning", name, text, f'pip install "{requirement}"'))
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
     return [*findings, *([] if findings else [Finding("ok", "packages", listed)])]
-
-
-def _is_within(version: str, specifiers: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # installed with torchao's and tensorboard's dependencies
-
-    return SpecifierSet(specifiers).contains(version, prereleases=True)
 
 
 def extras() -> Iterable[Finding]:

@@ -1,0 +1,1 @@
+"""`titanlike doctor`: what this machine lacks for training."""
