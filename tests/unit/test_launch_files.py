@@ -17,7 +17,6 @@ from titanlike.distributed.launch_config import LaunchConfig, launch_config
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.start import program_of
 from titanlike.tools.clusters import docker
-from titanlike.tools.clusters.cluster_job import check_image
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
@@ -62,23 +61,20 @@ def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
         ("slurm", ["--grace=30"], "--grace 30 leaves no time for a last checkpoint; give 60 or more"),
         ("kubernetes", ["--image=i"], "give --claim, a volume that all pods mount, or --checkpoint.dir=s3://bucket/runs"),
         ("kubernetes", ["--image=i", "--hardware=h10"], "h100"),
-        # Names that a scheduler would refuse.
-        ("kubernetes", ["--image=i", "--claim=Training"], "--claim Training is not the name of a Kubernetes object; use lowercase"),
-        ("kubernetes", ["--image=i", f"--claim={'a' * 254}"], "is not the name of a Kubernetes object"),
-        ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not the name of a Kubernetes object"),
+        # Names that would be something else in a file or on a command line.
+        ("kubernetes", ["--image=i", "--claim=a b"], "--claim a b is not a name; use letters"),
+        ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not a name"),
         *(
-            (target, [f"--image={image}", *claim], f"--image {image} is not the name of a container image; give one such as")
+            (target, [f"--image={image}", *claim], f"--image {image} is not a name; use letters, digits and")
             for target, claim in (("kubernetes", ["--claim=a"]), ("docker", []))
-            for image in ("", "team/Image", "a b", "$(id)", "image:", "image:-a", "a//b", "/a", "host:port/a", "a@sha256:12")
+            for image in ("", "a b", "$(id)", "-a")
         ),
         ("skypilot", [], "give --checkpoint.dir=gs://bucket/runs, or --volume PATH=NAME"),
         ("skypilot", ["--file-mount=/a=gs://bucket", "--checkpoint.dir=/a/runs"], "an instance that is replaced loses its"),
         ("skypilot", ["--file-mount=a=gs://bucket"], "--file-mount a=gs://bucket: give PATH=SOURCE, with an absolute path"),
         ("skypilot", ["--volume=/a=$B"], "--volume /a=$B: give PATH=SOURCE, with an absolute path and without variables"),
         ("skypilot", ["--secret=A=B"], "--secret A=B is not a name"),
-        ("skypilot", ["--accelerator=H100:8"], "--accelerator H100:8 is not a name"),
-        ("skypilot", ["--infra=aws, gcp"], "--infra aws, gcp is not a name"),
-        ("docker", [f"--image=image@sha256:{'0' * 64}"], "is not the name of a container image"),
+        ("skypilot", ["--accelerator=H100 80GB"], "--accelerator H100 80GB is not a name"),
     ],
 )  # fmt: skip
 def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
@@ -247,14 +243,6 @@ def test_manifests_are_valid_in_the_schemas_of_kubernetes(kind: str, tmp_path: P
     for manifest in manifests(cli, tmp_path / "a", kind, *options):
         parsed = types[manifest["kind"]].from_dict(manifest)
         assert parsed.to_dict() == manifest  # an unknown field would be lost
-
-
-@pytest.mark.parametrize(
-    "image",
-    ["a", "a/b_c.d--e:Tag_1.x", "host.Example:5000/team/a:1", "[::1]:5000/a", f"a:1@sha256:{'0' * 64}", "a__b/c"],
-)
-def test_references_to_images(image: str) -> None:
-    check_image(image, digest=True)
 
 
 def test_printed_commands_are_quoted(tmp_path: Path, cli: Cli) -> None:

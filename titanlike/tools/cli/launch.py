@@ -126,10 +126,9 @@ def _slurm(arguments: argparse.Namespace) -> int:
 def _kubernetes(arguments: argparse.Namespace) -> int:
     import yaml
 
-    cluster_job.check_image(arguments.image, digest=True)
-    for option, name in (("--claim", arguments.claim), ("--secret", arguments.secret)):
-        if name:
-            cluster_job.check_object_name(option, name)
+    for option in ("image", "claim", "secret"):
+        if (name := getattr(arguments, option)) or option == "image":
+            cluster_job.check_name(f"--{option}", name)
     if not arguments.dry_run:
         cluster_job.require("kubectl")
     job = cluster_job.dns_name(_job(arguments))
@@ -147,13 +146,9 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
 
 
 def _skypilot(arguments: argparse.Namespace) -> int:
-    for option, name, pattern in (
-        ("--accelerator", arguments.accelerator, r"[A-Za-z0-9._-]+"),
-        ("--infra", arguments.infra, r"[\w*.:@/-]*"),
-        *(("--secret", name, r"[A-Za-z_][A-Za-z0-9_]*") for name in arguments.secret),
-    ):
-        if not re.fullmatch(pattern, name, re.ASCII):
-            raise UserError(f"{option} {shown(name)} is not a name; see titanlike launch skypilot --help")
+    for option, names in (("--accelerator", [arguments.accelerator]), ("--secret", arguments.secret)):
+        for name in names:
+            cluster_job.check_name(option, name)
     file_mounts = skypilot.parse_mounts("--file-mount", arguments.file_mount)
     volumes = skypilot.parse_mounts("--volume", arguments.volume)
     if not arguments.dry_run:
@@ -184,7 +179,7 @@ def _skypilot(arguments: argparse.Namespace) -> int:
 
 
 def _docker(arguments: argparse.Namespace) -> int:
-    cluster_job.check_image(arguments.image, digest=False)
+    cluster_job.check_name("--image", arguments.image)
     if not arguments.dry_run:
         cluster_job.require("docker")
     job = _job(arguments)

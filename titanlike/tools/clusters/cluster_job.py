@@ -21,19 +21,6 @@ USER_ERROR = 2  # exit code that a restart would repeat
 
 # A file name that needs no quotes in a Dockerfile and is a key of a ConfigMap.
 PROGRAM_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-# RFC 1123 subdomain: the name of a Kubernetes object.
-_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-OBJECT_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")
-# The grammar of image references: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
-_HOST = (
-    r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])(:[0-9]+)?"
-)
-_PART = r"[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*"
-_DIGEST = r"[A-Za-z][A-Za-z0-9]*([-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,}"
-IMAGE = re.compile(
-    rf"(?P<name>({_HOST}/)?{_PART}(/{_PART})*)(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(?P<digest>@{_DIGEST})?", re.ASCII
-)
-MAX_IMAGE_NAME = 255  # characters
 
 
 @dataclass(frozen=True)
@@ -143,20 +130,10 @@ def dns_name(job: ClusterJob) -> ClusterJob:
     return replace(job, name=name if name[:1].isalpha() else f"run-{name}".strip("-"))
 
 
-def check_image(image: str, *, digest: bool) -> None:
-    """Raises `UserError` for text that is not a reference to a container image, or has a digest where none is possible."""
-    found = IMAGE.fullmatch(image)
-    if not found or len(found["name"]) > MAX_IMAGE_NAME or (found["digest"] and not digest):
-        example = "registry.example.com/team/titanlike:1"
-        raise UserError(f"--image {shown(image)} is not the name of a container image; give one such as {example}")
-
-
-def check_object_name(option: str, name: str) -> None:
-    """Raises `UserError` for text that cannot be the name of a Kubernetes object."""
-    if not OBJECT_NAME.fullmatch(name):
-        raise UserError(
-            f"{option} {shown(name)} is not the name of a Kubernetes object; use lowercase letters, digits, dashes and points"
-        )
+def check_name(option: str, name: str) -> None:
+    """Raises `UserError` for a name that would be something else in the file that has it. Its grammar is the scheduler's."""
+    if not re.fullmatch(r"[\w.:/@\[\]-]+", name, re.ASCII) or name.startswith("-"):
+        raise UserError(f"{option} {shown(name)} is not a name; use letters, digits and . _ - : / @")
 
 
 def require(command: str) -> None:
