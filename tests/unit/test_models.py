@@ -468,6 +468,19 @@ def test_an_uninitialized_parameter_is_detected() -> None:
         initialize(model, torch.device("cpu"), 0)
 
 
+def test_a_vector_that_no_rule_initializes_is_refused() -> None:
+    with torch.device("meta"):
+        model = build_model(TINY_LLAMA)
+        model.gate = nn.Parameter(torch.empty(3))
+    with pytest.raises(ValueError, match="gate is no bias, norm or matrix"):
+        initialize(model, torch.device("cpu"), 0)
+
+
+def test_the_model_of_a_built_in_config_cannot_be_replaced() -> None:
+    with pytest.raises(TypeError, match="LlamaConfig has a model; derive a config class from it"):
+        register_model(type(TINY_LLAMA))
+
+
 @pytest.mark.parametrize(
     ("capability", "first"),
     [

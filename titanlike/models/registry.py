@@ -64,6 +64,11 @@ _models: dict[type[TransformerConfig], type[nn.Module]] = {}
 def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
     """Registers the decorated module class as the model that `config_class` describes."""
 
+    if config_class in all_configs():
+        raise TypeError(
+            f"{config_class.__name__} has a model; derive a config class from it, and register the model for that"
+        )
+
     def register(model_class: M) -> M:
         missing = [name for name in REQUIRED if not hasattr(model_class, name)]
         if missing:

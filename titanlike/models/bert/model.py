@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titanlike.models.bert.config import BertConfig, EncoderConfig
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.dropout import Dropout
+from titanlike.models.common.init import fill
 from titanlike.models.common.layers import TiedLMHead
 from titanlike.models.gpt.model import Attention
 
@@ -74,12 +75,7 @@ class Bert(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""
-        if name.endswith("bias"):
-            value.zero_()
-        elif name.endswith("norm.weight"):
-            value.fill_(1.0)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
+        fill(name, value, 0.02, generator)
 
 
 class Block(nn.Module):

@@ -12,9 +12,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlike.utils.counter_rng import derive_seed
+from titanlike.utils.modules import copies_of
 
 # Fills one full parameter in place, given its name and a seeded generator. Every model has it as `init_parameter`.
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
+
+
+def fill(name: str, value: Tensor, std: float, generator: torch.Generator) -> None:
+    """Fills a parameter as its kind is initialized: biases with 0, norms with 1, matrices and stacks of matrices with a normal
+    distribution. Raises `ValueError` for any other: `init_parameter` of its model has to fill it."""
+    if name.endswith("bias"):
+        value.zero_()
+    elif name.endswith("norm.weight"):
+        value.fill_(1.0)
+    elif value.dim() > 1:
+        value.normal_(0.0, std, generator=generator)
+    else:
+        raise ValueError(
+            f"{name} is no bias, norm or matrix; init_parameter of its model does not say how it is filled"
+        )
 
 
 @torch.no_grad()
@@ -27,7 +43,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
     """
     init_parameter = cast(InitParameter, model.init_parameter)
     model.to_empty(device=torch.device("cpu") if offload else device)
-    copies: dict[str, str] = getattr(model, "copies", {})
+    copies = copies_of(model)
     for own_name, parameter in model.named_parameters():
         name = copies.get(own_name, own_name)
         # In float32 and then rounded: the numbers that a generator draws depend on the dtype.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.dropout import Dropout
+from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, TiedLMHead
 from titanlike.models.gpt.config import GPTConfig
 
@@ -65,14 +66,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""
-        if name.endswith("bias"):
-            value.zero_()
-        elif name.endswith("norm.weight"):
-            value.fill_(1.0)
-        else:
-            # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
-            residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-            value.normal_(0.0, 0.02 / (math.sqrt(2 * self.config.num_layers) if residual else 1.0), generator=generator)
+        # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
+        residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        fill(name, value, 0.02 / (math.sqrt(2 * self.config.num_layers) if residual else 1.0), generator)
 
 
 class Block(nn.Module):

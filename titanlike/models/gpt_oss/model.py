@@ -34,6 +34,14 @@ class GptOss(MoeLlama):
     ) -> dict[str, AttentionInputs]:
         return local_and_global(self, tokens, position_ids, document_ids)
 
+    @torch.no_grad()
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fills one full parameter with its initial value."""
+        if name.endswith("sinks.weight"):
+            value.normal_(0.0, 0.02, generator=generator)
+        else:
+            super().init_parameter(name, value, generator)
+
 
 class SinkAttention(Attention):
     """Attention with sinks, and with biases of all projections."""

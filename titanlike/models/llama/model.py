@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.common.document_mask import DocumentMask, Mask
+from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, LMHead, TiedLMHead
 from titanlike.models.common.rope import apply_rope, rotary_angles
 from titanlike.models.llama.config import LlamaFamilyConfig
@@ -84,12 +85,9 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""
-        if name.endswith("norm.weight"):
-            value.fill_(1.0)
-            return
         # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if name.endswith(self.residual_outputs) else 0.02
-        value.normal_(0.0, std, generator=generator)
+        fill(name, value, std, generator)
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titanlike.models.bert.model import layer_norm
 from titanlike.models.common.document_mask import DocumentMask, Mask
+from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, TiedLMHead
 from titanlike.models.common.windows import local_and_global
 from titanlike.models.llama.model import Attention
@@ -68,14 +69,9 @@ class ModernBert(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""
-        if name.endswith("bias"):
-            value.zero_()
-        elif name.endswith("norm.weight"):
-            value.fill_(1.0)
-        else:
-            # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
-            residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-            value.normal_(0.0, 0.02 / (math.sqrt(2 * self.config.num_layers) if residual else 1.0), generator=generator)
+        # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
+        residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        fill(name, value, 0.02 / (math.sqrt(2 * self.config.num_layers) if residual else 1.0), generator)
 
 
 class Block(nn.Module):

@@ -67,14 +67,6 @@ class MoeLlama(Llama):
                 h, counts = add_counts(layer, layer(h, *inputs[name]), counts)
         return h, counts
 
-    @torch.no_grad()
-    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Fills one full parameter with its initial value."""
-        if name.endswith("bias"):
-            value.zero_()
-        else:
-            super().init_parameter(name, value, generator)
-
 
 class MixtureBlock(Block):
     """A transformer block that also returns what its router has counted, if it has."""

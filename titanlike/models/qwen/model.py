@@ -4,7 +4,6 @@ with a mixture of experts.
 Shapes: B sequences, T tokens, H query heads, K key/value heads, E head dimension.
 """
 
-import torch
 from torch import Tensor, nn
 
 from titanlike.models.llama.config import LlamaFamilyConfig
@@ -19,14 +18,6 @@ class Qwen2(Llama):
         """Returns a block with biases."""
         config = self.config
         return Block(config, Attention(config, bias=True), FeedForward(config, config.ffn_dim))
-
-    @torch.no_grad()
-    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Fills one full parameter with its initial value."""
-        if name.endswith("bias"):
-            value.zero_()
-        else:
-            super().init_parameter(name, value, generator)
 
 
 class Qwen3(Llama):

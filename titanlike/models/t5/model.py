@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.models.common.document_mask import DocumentMask, Mask
+from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, LMHead
 from titanlike.models.t5.config import T5Config
 
@@ -103,15 +104,12 @@ class T5(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value. Scores are not scaled: the weights of queries are smaller instead."""
-        if name.endswith("norm.weight"):
-            value.fill_(1.0)
-            return
         std = {"tok_embeddings.weight": 1.0}.get(name, value.shape[-1] ** -0.5)
         if name.endswith("_bias.weight"):
             std = self.config.dim**-0.5
         elif name.endswith("attention.wq.weight"):
             std = (self.config.dim * self.config.head_dim) ** -0.5
-        value.normal_(0.0, std, generator=generator)
+        fill(name, value, std, generator)
 
 
 class RelativePositionBias(nn.Embedding):
