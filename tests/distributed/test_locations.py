@@ -149,7 +149,7 @@ def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
         with writer.create(step, "manifest.json") as file:
             file.write(b"{}")
         assert reader.steps() == list(range(1, step))
-        writer.commit(step)
+        writer.publish(step)
     reader.begin(3, 1)  # deletes what interrupted saves left, to which step 2 no longer belongs
     reader.begin(4, 1)
     assert reader.steps() == [1, 2]
@@ -161,7 +161,7 @@ def test_a_store_sees_what_others_write(tmp_path: Path) -> None:
     assert reader.steps() == [1, 2]
     with reader.create(4, "state.json") as file:
         file.write(b"{}")
-    reader.commit(4)
+    reader.publish(4)
     changes: list[str] = []
     for name in ("rm_file", "cp_file"):
         original = getattr(reader.files, name)

@@ -14,7 +14,7 @@ from benchmarks.soak_faults import Usage, growth
 from tests.launching import ROOT
 from titanlike.checkpoint.files import file_of
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
-from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, commit
+from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, complete
 
 WEIGHT = torch.arange(12.0).view(4, 3)
 
@@ -32,7 +32,7 @@ def make_run(folder: Path, steps: list[int], weight: torch.Tensor = WEIGHT, loss
             with store.create(step, file_of(rank)) as stream:
                 shard_range = ShardRange(tuple(weight.shape), (2 * rank, 0), tuple(half.shape))
                 digests[file_of(rank)] = write(stream, [ShardSpec("model.w", shard_range, half)], {})
-        commit(store, CheckpointMetadata(step, {}, "", {}, {}), digests)
+        complete(store, CheckpointMetadata(step, {}, "", {}, {}), digests)
     return folder
 
 

@@ -38,7 +38,7 @@ def test_a_store_publishes_and_deletes_checkpoints(bucket: Bucket) -> None:
         with store.create(step, "manifest.json") as file:
             file.write(b"{}")
         assert step not in store.steps()
-        store.commit(step)
+        store.publish(step)
     store.write_file("owner.json", "first")
     store.write_file("owner.json", "second")
     assert (store.steps(), store.read_file("owner.json")) == ([2, 4], b"second")
@@ -85,7 +85,7 @@ def test_a_run_resumes_bit_exactly(bucket: Bucket, tmp_path: Path) -> None:
     [
         pytest.param(Fault(f"{REMOTE}.create", step=4, argument="rank-00001.safetensors", rank=1), [2], id="shard"),
         pytest.param(Fault(f"{REMOTE}.create", step=4, argument="manifest.json"), [2], id="before the manifest"),
-        pytest.param(Fault(f"{REMOTE}.commit", "after", step=4), [2, 4], id="after the commit"),
+        pytest.param(Fault(f"{REMOTE}.publish", "after", step=4), [2, 4], id="after the commit"),
     ],
 )
 def test_killed_while_saving(

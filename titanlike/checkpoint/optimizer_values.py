@@ -17,6 +17,7 @@ from titanlike.checkpoint.reader import corrupt_unless_read
 from titanlike.config import UserError
 from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.json_values import from_json, to_json
+from titanlike.utils.modules import copies_of
 
 NOT_SAVED = {"params", "lr", "initial_lr"}  # the learning rate follows from the recipe and the step
 
@@ -26,7 +27,7 @@ class OptimizerValues:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_new: bool) -> None:
         """Records the options of the parameter groups; an optimizer that is not new is compared with its defaults instead."""
-        copies: dict[str, str] = getattr(model, "copies", {})
+        copies = copies_of(model)
         model.state_dict()  # FSDP reshards in this call
         self.optimizer = optimizer
         self.names: dict[Any, str] = {parameter: copies.get(name, name) for name, parameter in model.named_parameters()}

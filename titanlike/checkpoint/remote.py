@@ -102,7 +102,7 @@ class RemoteStore:
     def create(self, step: int, file: str) -> Any:
         return self.files.open(self._path(step, f"{MANIFEST}.partial" if file == MANIFEST else file), "wb")
 
-    def commit(self, step: int) -> None:
+    def publish(self, step: int) -> None:
         self.files.mv(self._path(step, f"{MANIFEST}.partial"), self._path(step, MANIFEST))
 
     def update_latest(self, step: int) -> None:

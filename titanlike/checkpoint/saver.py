@@ -1,7 +1,7 @@
 """The checkpoints of a run: saves during training, and loads.
 
 A save copies the tensors that this rank writes to host memory, which blocks training. A thread does the rest: it writes and hashes
-the files, synchronizes with the other ranks, and commits. At most one save is in progress.
+the files, synchronizes with the other ranks, and publishes the checkpoint. At most one save is in progress.
 """
 
 import concurrent.futures
@@ -45,9 +45,9 @@ class SaveResult:
     step: int
     size: int  # bytes, of all ranks
     stall: float  # seconds that training was blocked
-    seconds: float  # from the start to the commit, or to the failure
+    seconds: float  # from the start until it is published, or to the failure
     error: str = ""
-    cleanup_error: str = ""  # a failure after the commit: the checkpoint is valid
+    cleanup_error: str = ""  # a failure after that: the checkpoint is valid
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
@@ -175,7 +175,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         **others: nn.Module,
     ) -> None:
         """Saves the model, the optimizer and other modules, such as an average of the weights. With `wait`, or
-        `checkpoint.mode = "sync"`, returns after the commit; else after the copy to host memory."""
+        `checkpoint.mode = "sync"`, returns after it is published; else after the copy to host memory."""
         if wait and self._last_seconds > self.shutdown_timeout:
             process_group.warn(
                 f"the last save took {self._last_seconds:.0f} s, but run.shutdown_timeout = {self.shutdown_timeout}: if this "
@@ -251,7 +251,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             metadata = replace(metadata, optimizer=merged)
             self._on_all_ranks(lambda: self._begin(metadata.step, size), main_only=True)
             digests = self._on_all_ranks(lambda: self._write(metadata.step, shards, notes))
-            cleanup_error = self._on_all_ranks(lambda: self._commit(metadata, digests), main_only=True)[0]
+            cleanup_error = self._on_all_ranks(lambda: self._publish_and_prune(metadata, digests), main_only=True)[0]
         except (_SaveError, UserError) as failure:
             error, self._must_stop = str(failure), isinstance(failure, UserError) or failure.location_lost
         return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
@@ -269,10 +269,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         with self.store.create(step, file_of(dist.get_rank())) as stream:
             return format.write(stream, shards, notes)
 
-    def _commit(self, metadata: CheckpointMetadata, digests: list[FileDigest]) -> str:
-        """Commits, then deletes old checkpoints. Returns the error of the latter: the checkpoint is valid all the same."""
+    def _publish_and_prune(self, metadata: CheckpointMetadata, digests: list[FileDigest]) -> str:
+        """Publishes the checkpoint, then deletes old ones. Returns the error of the deletion: the checkpoint is valid."""
         self._verify_claim()
-        store.commit(self.store, metadata, {file_of(rank): digest for rank, digest in enumerate(digests)})
+        store.complete(self.store, metadata, {file_of(rank): digest for rank, digest in enumerate(digests)})
         try:
             store.prune(self.store, metadata.step, keep=self.section.keep, keep_every=self.section.keep_every)
         except Exception as error:  # noqa: BLE001  as below

@@ -13,6 +13,7 @@ from titanlike.checkpoint.format import ShardRange, ShardSpec
 from titanlike.distributed import process_group
 from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.dtensor import local_tensor
+from titanlike.utils.modules import copies_of
 
 
 def named_tensors(
@@ -20,7 +21,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields all tensors of a checkpoint: "model.NAME", "optimizer.NAME.KEY" and, for other modules, "MODULE.NAME". A copy of a
     parameter, such as a tied embedding on the last pipeline stage, has the name of that parameter."""
-    copies: dict[str, str] = getattr(model, "copies", {})
+    copies = copies_of(model)
     for name, value in model.state_dict().items():  # before named_parameters: FSDP reshards in this call
         yield f"model.{copies.get(name, name)}", value
     for name, parameter in model.named_parameters():

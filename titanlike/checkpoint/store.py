@@ -101,7 +101,7 @@ class LocalStore:
             yield stream
             os.fsync(stream.fileno())
 
-    def commit(self, step: int) -> None:
+    def publish(self, step: int) -> None:
         """Publishes a checkpoint, and makes that durable. Replaces an earlier checkpoint of the same step."""
         fsync_directory(self._partial(step))
         if os.path.lexists(self.path / name_of(step)):
@@ -155,7 +155,7 @@ def open_store(location: str) -> Store:
     return RemoteStore(location)
 
 
-def commit(store: Store, metadata: CheckpointMetadata, digests: Mapping[str, FileDigest]) -> None:
+def complete(store: Store, metadata: CheckpointMetadata, digests: Mapping[str, FileDigest]) -> None:
     """Adds the metadata and the manifest to the files of all ranks, and publishes the checkpoint. Rank 0 only."""
     state = json.dumps({"format": FORMAT, **asdict(metadata)}, indent=1).encode()
     digests = {**digests, STATE: FileDigest(len(state), hashlib.sha256(state).hexdigest())}
@@ -165,11 +165,11 @@ def commit(store: Store, metadata: CheckpointMetadata, digests: Mapping[str, Fil
         write_all(stream, state)
     with store.create(metadata.step, MANIFEST) as stream:
         write_all(stream, json.dumps({**manifest, "sha256": manifest_hash(manifest)}, indent=1).encode())
-    store.commit(metadata.step)
+    store.publish(metadata.step)
 
 
 def prune(store: Store, step: int, *, keep: int, keep_every: int) -> None:
-    """After a commit, updates `latest`, and deletes all but the newest `keep` and every `keep_every`-th step."""
+    """After a checkpoint was published, updates `latest`, and deletes all but the newest `keep` and every `keep_every`-th step."""
     store.update_latest(step)
     for step in store.steps()[:-keep]:
         if not keep_every or step % keep_every:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from titanlike.checkpoint import loader
 from titanlike.checkpoint.files import file_of, name_of
 from titanlike.checkpoint.format import write_tensors
-from titanlike.checkpoint.store import CheckpointMetadata, commit, open_store
+from titanlike.checkpoint.store import CheckpointMetadata, complete, open_store
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
 from titanlike.config.optimizer import Optimizer, Schedule
@@ -181,7 +181,7 @@ def _write(
         notes = {"shards": json.dumps(ranges), "generators": states}
         with store.create(step, file_of(number)) as stream:
             digests[file_of(number)] = write_tensors(stream, {target: specs[target] for target in names}, read, notes)
-    commit(store, metadata, digests)
+    complete(store, metadata, digests)
     return size
 
 
