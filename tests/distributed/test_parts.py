@@ -22,7 +22,7 @@ from titanlike.parallelisms.context import (
     context_position_ids,
     gather_sequence,
 )
-from titanlike.parallelisms.tensor import apply_tensor
+from titanlike.parallelisms.tensor import STYLES, apply_tensor
 
 
 def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, float]:
@@ -164,9 +164,7 @@ def _error_without(entry: str) -> str:
 def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, name: str) -> None:
     for error in ranks(2).run(_error_without, entry):
         assert error == (
-            f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles colwise, "
-            "rowwise, all_gather_input, sequence_parallel, replicated, router, head_parallel, experts, vocab_parallel, "
-            "position_embedding, colwise_embedding, lm_head, colwise_gather_output"
+            f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles {', '.join(STYLES)}"
         )
 
 

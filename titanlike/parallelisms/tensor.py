@@ -6,21 +6,7 @@ sharded along the sequence (sequence parallelism), or replicated.
 Each module of the plan is replaced by one that communicates as its style says, and that owns the parameters as DTensors, so that
 FSDP, checkpoints and gradient norms know their layout. The module that it replaces computes with plain tensors, this rank's shards.
 
-| Style | Module | With sequence parallelism | Without |
-|---|---|---|---|
-| `colwise` | `nn.Linear` | shards outputs; all-gathers the input, unless an enclosing module does | all-reduces its gradient |
-| `rowwise` | `nn.Linear` | shards inputs; reduce-scatters the output | all-reduces the output |
-| `all_gather_input` | attention, feed-forward | all-gathers the first argument for its colwise layers | all-reduces its gradient |
-| `sequence_parallel` | norm | replicated parameters; computes the local tokens | computes all tokens |
-| `replicated` | norm or `nn.Linear` inside of attention | replicated parameters; computes local heads, or all tokens | the same |
-| `router` | router of a mixture of experts | replicated parameters; routes all tokens | the same |
-| `head_parallel` | a vector with a number for each head | shards the heads | the same |
-| `experts` | stacked experts | shards the hidden dimension; reduce-scatters the output | all-reduces the output |
-| `vocab_parallel` | `nn.Embedding` | shards the vocabulary; reduce-scatters the output | all-reduces the output |
-| `position_embedding` | `nn.Embedding` | replicated parameters; looks up the local tokens | looks up all tokens |
-| `colwise_embedding` | `nn.Embedding` | shards the embedding dimension; looks up all of its input | the same |
-| `lm_head` | `nn.Linear` | as `colwise`; logits are sharded along the vocabulary | the same |
-| `colwise_gather_output` | `nn.Linear` | as `colwise`; all-gathers the output, so that every rank has all of it | the same |
+docs/examples.md describes each style.
 """
 
 import re
@@ -225,6 +211,7 @@ class PositionEmbedding(TensorParallelModule):
         return _local_tokens(ids, self.mesh, -1) if self.style.input_layout == "local_shard" else ids
 
 
+# A further style is a row here and, if no class above communicates as it does, a class; docs/copy.md lists the other places.
 STYLES = {
     "colwise": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
     "rowwise": Style(RowwiseLinear, Shard(1), reduce_output="reduce_scatter", module_class=nn.Linear),
@@ -262,7 +249,7 @@ def apply_tensor(
     """Shards the modules that the plan names over `mesh`, in place. All ranks must hold the same parameters.
 
     Args:
-        plan: a style of the table above for the name of each module that has parameters; `*` stands for a part of a dotted name,
+        plan: a style (docs/examples.md) for the name of each module that has parameters; `*` stands for a part of a dotted name,
             such as the index of a block.
         blocks: the modules that are compiled. Their local shards are read before each of them runs, outside of compiled code.
             Default: `find_blocks`.
