@@ -44,7 +44,7 @@ MISTAKES = [
     (("\udcff.toml",), {}, "\\udcff.toml is not text in this terminal's encoding"),
     (("a\nb.toml",), {}, "'a\\nb.toml' is not the name of a recipe"),
     ((f"--run.name={'x' * 300}",), {}, "is too long for a path; use at most 1024 bytes, and 255 between slashes"),
-    ((f"--program={'x' * 300}",), {}, "there is no program"),
+    ((f"--program={'x' * 300}",), {}, "is too long for a path"),
     (
         (), {"NPROC": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "x" * 64},
         "cannot be resolved from this machine; give the host name or the IP address of node 0",

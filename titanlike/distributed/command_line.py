@@ -1,5 +1,6 @@
 """What all programs of the command line share: when they refuse to start, and how they end if output cannot be written."""
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ def command_line() -> Iterator[None]:
             sys.stdout.flush()  # raises here what the interpreter would print at its exit
     except OSError as error:
         exit_if_output_failed(error)
+        if error.errno == errno.ENAMETOOLONG:
+            fail(UserError(f"{shown(str(error.filename))} is too long for a path"))
         raise
 
 

@@ -243,9 +243,8 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
     is_named = override is not None or "program" in values
     for program in ([named] if is_named else []) + [PROGRAMS / file]:
-        with suppress(OSError):  # the name is too long
-            if program.is_file():
-                return program
+        if program.is_file():
+            return program
     shipped = sorted(program.stem for program in PROGRAMS.glob("*.py"))
     raise UserError(
         f"{origin}: program = '{shown(name)}': there is no program '{shown(named.name)}' in {named.parent}, and the shipped ones "
