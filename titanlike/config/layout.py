@@ -47,7 +47,7 @@ SCHEDULES = {
 }
 
 
-class Blocks(Protocol):
+class SplittableConfig(Protocol):
     """What a split into pipeline stages depends on: the config of a model."""
 
     @property

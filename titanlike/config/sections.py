@@ -41,7 +41,7 @@ from titanlike.config.layout import (
     DIMENSIONS,
     SCHEDULES,
     BatchSizes,
-    Blocks,
+    SplittableConfig,
     infer_shard,
     num_microbatches,
     split_blocks,
@@ -390,7 +390,7 @@ class Parallelism:
                 "'interleaved_1f1b'"
             )
 
-    def split(self, model: Blocks) -> list[int]:
+    def split(self, model: SplittableConfig) -> list[int]:
         """Returns the number of the model's blocks in each pipeline stage."""
         if self.pipeline_split:
             return list(self.pipeline_split)

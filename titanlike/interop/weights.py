@@ -35,6 +35,7 @@ from titanlike.models.common import lora
 from titanlike.models.common.config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
+from titanlike.utils.modules import copies_of
 
 LM_HEAD = "lm_head.weight"
 NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
@@ -101,7 +102,7 @@ def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
     """Fills the parameters of a model, which may be sharded or a pipeline stage, with weights."""
-    copies: dict[str, str] = getattr(model, "copies", {})
+    copies = copies_of(model)
     for name, parameter in model.state_dict().items():
         local = local_tensor(parameter)
         if local.numel() and not name.endswith((lora.A, lora.B)):  # LoRA's matrices keep their initial values

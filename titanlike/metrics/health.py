@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanlike.distributed import collectives, process_group
 from titanlike.metrics.hardware import peak_memory_gib
 from titanlike.utils.dtensor import local_tensor, shard_groups
+from titanlike.utils.modules import copies_of
 
 SLOW_RATIO = 1.3  # of the median
 SLOW_RECORDS = 3  # in a row
@@ -23,8 +24,7 @@ def parameter_statistics(model: nn.Module) -> Iterator[dict[str, float]]:
     """Measures an optimizer update in its block: the norm of each full gradient at the start, of each full weight, and the norm of
     its update divided by it. Equal on all ranks, for all stages of a pipeline. Collective; copies this rank's weights meanwhile."""
     result: dict[str, float] = {}
-    copies = getattr(model, "copies", {})  # tied weights of a pipeline
-    parameters = {n: p for n, p in model.named_parameters() if p.grad is not None and n not in copies}
+    parameters = {n: p for n, p in model.named_parameters() if p.grad is not None and n not in copies_of(model)}
     with torch.no_grad():
         gradients = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
         before = [local_tensor(p).detach().clone() for p in parameters.values()]

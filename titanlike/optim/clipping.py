@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.distributed import collectives
 from titanlike.utils.compat import foreach_mul_, foreach_norm
 from titanlike.utils.dtensor import local_tensor, shard_groups
+from titanlike.utils.modules import copies_of
 
 
 class Norms(NamedTuple):
@@ -23,7 +24,7 @@ class Norms(NamedTuple):
 @torch.no_grad()
 def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norms:
     """Computes gradient norms over all shards, and over all stages of a pipeline."""
-    copies = getattr(model, "copies", {})  # tied weights of a pipeline: count each once
+    copies = copies_of(model)  # the originals count
     by_groups: dict[
         tuple[dist.ProcessGroup, ...], dict[str, Tensor]
     ] = {}  # local gradients by the groups that shard them

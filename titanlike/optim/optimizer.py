@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.config.optimizer import Optimizer as OptimizerSection
+from titanlike.config.optimizer import OptimizerGroup
+from titanlike.models.common.experts import routers
 from titanlike.optim.balance import BalanceBias
 from titanlike.optim.combined import CombinedOptimizer
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
@@ -15,16 +17,17 @@ from titanlike.optim.muon import Muon, QKClip
 from titanlike.optim.whole_matrices import group_of_shards
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
+from titanlike.utils.modules import copies_of
 
 
-def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, section: OptimizerSection, seed: int = 0) -> torch.optim.Optimizer:
     """Builds the optimizer of a recipe. All ranks call this together.
 
     The first two parameter groups are the matrices and embeddings that no group of the recipe matches, with weight decay, and such
     norms and biases, without.
     """
     default = OptimizerGroup()
-    copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline, which one group has to update
+    copies = copies_of(model)  # which the group of the original has to update
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
     # Also those without a matrix on this pipeline stage: all ranks create Muon's process group, and clip their attention logits.
     members |= {(group, True): [] for group in section.groups if group.optimizer == "muon"}
@@ -53,8 +56,7 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
         )
         optimizers.append(muon)
     # With LoRA, the routers are frozen.
-    modules: list[Any] = list(model.modules())
-    balanced = [one for one in modules if getattr(one, "expert_bias", None) is not None and one.weight.requires_grad]
+    balanced = [one for one in routers(model) if one.expert_bias is not None and one.weight.requires_grad]
     if balanced:
         optimizers.append(BalanceBias(balanced, rate=balanced[0].config.balance_bias_rate))
     if len(optimizers) == 1:
@@ -63,14 +65,14 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
 
 
 def _build_adamw(
-    model: nn.Module, section: Optimizer, groups: list[dict[str, Any]], seed: int
+    model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]], seed: int
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
         return AdamW(groups, **options, fused=True)
-    copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline: equal seeds keep them equal
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:
+        copies = copies_of(model)  # equal seeds keep them equal
         seeds = {p: derive_seed(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
     return LowPrecisionAdamW(groups, **options, state_dtype=section.state_dtype, seeds=seeds)
 

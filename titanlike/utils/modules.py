@@ -10,13 +10,26 @@ refers to the old one, such as a tied LM head to its embedding, sees the paramet
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
 from titanlike.config import UserError
 
 M = TypeVar("M", bound=nn.Module)
+
+
+@runtime_checkable
+class HasCopies(Protocol):
+    """A model with copies of parameters of other ranks, as the last stage of a `Pipeline` has one of a tied embedding."""
+
+    copies: Mapping[str, str]
+    """The name of the original of each copy."""
+
+
+def copies_of(model: nn.Module) -> Mapping[str, str]:
+    """Returns the names of the parameters that are copies, each with the name of the original. Most models have none."""
+    return model.copies if isinstance(model, HasCopies) else {}
 
 
 def rebuild(module: nn.Module, new_class: type[M], **attributes: Any) -> M:
