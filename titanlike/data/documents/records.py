@@ -6,7 +6,6 @@ A record is a line of `.jsonl` (or of `.json`), an element of the array in a `.j
 import codecs
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -120,94 +119,20 @@ def count_lines(file: File, stop: int) -> int:
 
 
 def _read_array(file: File, parse: Parse[T], first: int, bad: OnBadRecord) -> Records[T]:
-    """Reads the elements of a JSON array. What follows an element that is not JSON cannot be read: that is never skipped."""
-    text = _ArrayText(decode(file))
-    assert text.peek() == "["
-    text.position += 1
-    number = 0
+    """Reads the elements of a JSON array, which is in memory as a whole. One that is not JSON is never skipped."""
     try:
-        while text.peek() != "]":
-            number += 1
-            value, size = text.decode()
-            if number > first:
-                try:
-                    record = parse(lambda value=value: value)  # type: ignore[misc]
-                except BadRecord as problem:
-                    bad(BadRecord(f"{file.name}, record {number}: {problem}"))
-                else:
-                    yield number - 1, size, record
-            text.skip_comma()
-        text.position += 1
-        if text.peek():
-            raise ValueError(f"text follows the end of the array: {text.around()}")
-    except EOFError:
-        raise UserError(f"{file.name}, after record {number - 1}: the file is truncated; copy it again") from None
+        values = json.loads("".join(decode(file)))
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file.name}, record {number}: not JSON: {error}; correct the file") from None
-
-
-class _ArrayText:
-    """The text of a JSON array, of which the part that is being decoded is in memory."""
-
-    SPACE = re.compile(r"\s*")
-
-    def __init__(self, blocks: Iterator[str]) -> None:
-        self.blocks, self.text, self.position = blocks, "", 0
-        self.decoder = json.JSONDecoder()
-
-    def peek(self) -> str:
-        """Moves to the next character that is not white space, and returns it; "" at the end."""
-        while True:
-            match = self.SPACE.match(self.text, self.position)
-            assert match
-            self.position = match.end()
-            if self.position < len(self.text) or not self._read_more():
-                return self.text[self.position : self.position + 1]
-
-    def decode(self) -> tuple[Any, int]:
-        """Decodes the next element, and returns it with the length of its text."""
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.text, self.position)
-            except json.JSONDecodeError as error:
-                ends = error.msg.startswith("Unterminated string") or error.pos >= len(self.text)
-                # A word or an escape of a few characters may continue in the next block, too.
-                if (ends or error.pos > len(self.text) - 16) and self._read_more():
-                    continue
-                if ends:
-                    raise EOFError from None
-                raise ValueError(f"{error.msg}: {self.around(error.pos)}") from None
-            size, self.position = end - self.position, end
-            return value, size
-
-    def skip_comma(self) -> None:
-        """Moves past the comma that separates two elements."""
-        character = self.peek()
-        if not character:
-            raise EOFError
-        if character == ",":
-            self.position += 1
-        elif character != "]":
-            raise ValueError(f"expected , or ] after it: {self.around()}")
-
-    def around(self, position: int | None = None) -> str:
-        """Returns a few characters at a position, for messages."""
-        position = self.position if position is None else position
-        return repr(self.text[max(position - 10, 0) : position + 20])
-
-    def _read_more(self) -> bool:
-        """Reads as much again as is left, so that a long element is decoded from its start a few times only."""
-        rest = self.text[self.position :]
-        parts, size = [rest], 0
-        for block in self.blocks:
-            parts.append(block)
-            size += len(block)
-            if size >= len(rest):
-                break
-        self.text, self.position = "".join(parts), 0
-        return size > 0
+        raise UserError(f"{file.name}: not JSON: {error}; correct the file, or copy it again") from None
+    for number, value in enumerate(values[first:], first):
+        try:
+            record = parse(lambda value=value: value)  # type: ignore[misc]
+        except BadRecord as problem:
+            bad(BadRecord(f"{file.name}, record {number + 1}: {problem}"))
+        else:
+            yield number, file.size // len(values), record
 
 
 def _read_delimited(file: File, columns: dict[str, str], parse: Parse[T], first: int, bad: OnBadRecord) -> Records[T]:

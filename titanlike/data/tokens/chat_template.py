@@ -59,10 +59,8 @@ class ChatTemplate:
         starts = {name[:size] for name in names for size in range(1, len(name))}
         self._start_of_special = re.compile(f"(?:{'|'.join(map(re.escape, sorted(starts, key=len, reverse=True)))})$")
         self._marks_labels = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
-        environment = template_environment()
-        self._steps = environment.steps
         try:
-            self._template = environment.from_string(source)
+            self._template = template_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{name}, line {error.lineno}: {error.message}") from None
         except (SyntaxError, RecursionError, ValueError):  # of the Python code that Jinja writes
@@ -110,13 +108,10 @@ class ChatTemplate:
         return None
 
     def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
-        self._steps.done = 0
         try:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
             )
-        except BadRecord as error:
-            raise BadRecord(f"{self.name} does not end: {error}; simplify it") from None
         except Exception as error:  # noqa: BLE001  a template can raise anything
             raise BadRecord(f"{self.name} raises {type(error).__name__}: {shown(str(error))}") from None
 
