@@ -227,10 +227,9 @@ def _evaluate_state(section: Evaluation, state: dict[str, torch.Tensor]) -> dict
 
 BAD_LINES = [
     ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "label": 0}', "line 1: no field 'endings'"),
-    ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": "1"}', "label = '1' is not the"),
+    ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": "1"}', "1 is not the index of one"),
     ('{"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "C"}', "answerKey = 'C' is not one of"),
-    ('{"question": "a", "choices": [1], "answerKey": "C"}', "choices is not an object"),
-    ('{"goal": "a", "sol1": 3, "sol2": "c", "label": 0}', "sol1 is not a text"),
+    ('{"question": "a", "choices": [1], "answerKey": "C"}', "line 1: not an item of the format arc"),
     ('{"text": "a b"}\n{"goal": ""}', "line 2: no field 'text', which the format lambada of this file requires"),
     ('{"text": ""}', "text does not end in a word"),
     ('{"prompt": ""}', "not an item of a task: it has none of the fields ctx_a .hellaswag., question"),

@@ -90,14 +90,9 @@ def shrink_header(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:20])
 
 
-def copy_first_file(folder: Path) -> None:
-    shutil.copy(sorted(folder.glob("*.safetensors"))[0], folder / "copy.safetensors")
-    index(lambda names: names.update(x="copy.safetensors"))(folder)
-
-
 UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOTHING: dict[str, object] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-INTEGER = "an integer from 1 to 1,000,000,000; correct it, or download the file again"
+WRONG_VALUE = "config.json: a value that this architecture needs is null, 0 or of another type; download the file again"
 EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "lacks model-00002-of"),
@@ -110,7 +105,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (header(lambda h: h.update({UNUSED: h.pop(EMBEDDING)})), f"lacks {EMBEDDING}; it is not a llama model"),
     "surplus tensor": (header(lambda h: h.update({"model.x": h.pop(EMBEDDING)})), f"lacks {EMBEDDING}"),
     "another tensor": (header(lambda h: h.update({"model.x": NOTHING})), "also has model.x; it is not a llama"),
-    "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "path in the index": (index(lambda m: m.update(x="../secret.safetensors")), "is not the name of a file in the folder"),
     "absolute path": (index(lambda m: m.update(x="/etc/passwd")), "is not the name of a file in the folder"),
     "index of numbers": (index(lambda m: m.update(x=3)), "3 is not the name of a file"),  # type: ignore[arg-type]
@@ -126,14 +120,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but transformers reads rope_theta = 500000.0"),
     "activation": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported; only 'silu' is"),
     "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized, and not in MXFP4"),
-    "zero heads": (config(num_attention_heads=0), f"config.json: num_attention_heads = 0 is not {INTEGER}"),
-    "text": (config(hidden_size="many"), f'config.json: hidden_size = "many" is not {INTEGER}'),
-    "negative size": (config(vocab_size=-1), f"config.json: vocab_size = -1 is not {INTEGER}"),
-    "null": (config(hidden_size=None), "config.json: a value that this architecture needs is null; download the file again"),
-    "RoPE text": (config(rope_parameters="x"), 'config.json: rope_parameters = "x" is not an object; correct it, or download'),
-    "RoPE theta": (config(rope_parameters={"rope_theta": []}), "rope_theta = [] is not a positive number up to 1,000,000,000;"),
-    "tied text": (config(tie_word_embeddings="false"), 'tie_word_embeddings = "false" is not true or false; correct it'),
-    "many layers": (config(num_hidden_layers=9999), "config.json describes 9,999 layers, but the folder has 30 tensors"),
+    "zero heads": (config(num_attention_heads=0), WRONG_VALUE),
+    "text": (config(hidden_size="many"), WRONG_VALUE),
+    "negative size": (config(vocab_size=-1), "config.json: vocab_size: Input should be greater than or equal to 1; correct it"),
+    "null": (config(hidden_size=None), WRONG_VALUE),
+    "RoPE text": (config(rope_parameters="x"), WRONG_VALUE),
+    "RoPE theta": (config(rope_parameters={"rope_theta": []}), "rope_theta = 500000.0, but transformers reads rope_theta = [];"),
+    "tied text": (config(tie_word_embeddings="false"), "config.json: tied_head: Input should be a valid boolean; correct it"),
+    "many layers": (config(num_hidden_layers=9999), "the checkpoint lacks model.layers."),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.shards import Manifest, Shard
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop import generation_config
-from titanlike.interop.hf_folder import KEY_TYPES, config_problems, read_config
+from titanlike.interop.hf_folder import config_problems
 from titanlike.models.families import all_configs
 from titanlike.models.llama.config import LlamaConfig
 from titanlike.recipe import PretrainRecipe
@@ -280,41 +280,6 @@ def test_the_ids_of_a_config_are_those_of_a_generation(tmp_path: Path, monkeypat
     monkeypatch.setattr(generation_config, "files_of", lambda _: [tmp_path / "tokenizer.json"])
     tokenizer: Any = SimpleNamespace(section=Tokenizer())
     assert generation_config._source(tokenizer) == ({**ids, "do_sample": True}, [2, 3])
-
-
-def test_each_key_of_a_config_has_its_type(tmp_path: Path) -> None:
-    """Of all families, and those that only published configs have."""
-    found: dict[str, bool] = {}  # whether a value of another type is refused
-    nested = {"original_max_position_embeddings": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    for config in all_configs():
-        values = config().to_hugging_face()
-        tables = {name: table for name, table in values.items() if isinstance(table, dict)}
-        for outer, table in (
-            ("", values | {"_sliding_window_pattern": 1, "rope_scaling": nested}),
-            ("rope_scaling", nested),
-            *tables.items(),
-        ):
-            for key, value in table.items():
-                wrong = {bool: 1, int: "1", float: "1", dict: [], list: {}}.get(type(value))
-                if wrong is None:
-                    continue
-                (tmp_path / "config.json").write_text(
-                    json.dumps(values | {outer or key: table | {key: wrong} if outer else wrong})
-                )
-                try:
-                    read_config(tmp_path, all_configs())
-                    is_refused = False
-                except UserError as error:
-                    is_refused = f"config.json: {key} = " in str(error) and " is not " in str(error)
-                found[key] = found.get(key, True) and is_refused  # by the first check, whatever the family
-    assert {name for names, *_ in KEY_TYPES for name in names} <= found.keys()
-    # Their values are compared, or not read.
-    assert {key for key, is_refused in found.items() if not is_refused} == {
-        *("attention_bias", "attention_probs_dropout_prob", "attn_pdrop", "decoder_bias", "dropout_rate", "embd_pdrop"),
-        *("hidden_dropout_prob", "initializer_range", "is_encoder_decoder", "n_ctx", "num_nextn_predict_layers"),
-        *("output_router_logits", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn", "resid_pdrop"),
-        *("rope_interleave", "router_aux_loss_coef", "scale_attn_weights", "use_cache"),
-    }
 
 
 def test_the_options_of_a_parameter_group_that_are_saved() -> None:

@@ -281,15 +281,6 @@ def test_input_without_documents_is_refused(tmp_path: Path) -> None:
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, workers=0, validation_share=1.0)
 
 
-def test_too_small_disk_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=30_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"take at least about 3\d\d,\d{3} bytes, and 30,000 are free on the disk"):
-        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
-    usage = usage._replace(free=400_000)
-    prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
-
-
 def test_file_that_changes_during_reading_is_reported(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,12 +76,12 @@ def read_task(file: str, limit: int = 0) -> Task:
             if not isinstance(item, dict):
                 raise ValueError("not an object")
             format = format or _format_of(item)
-            items.append(FORMATS[format](_Fields(item)))
+            items.append(FORMATS[format](item))
         except KeyError as error:
             raise UserError(
                 f"{file}, line {number}: no field {error}, which the format {format} of this file requires; add it"
             ) from None
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             what = f"the format {format}" if format else "a task"
             raise UserError(f"{file}, line {number}: not an item of {what}: {shown(str(error))}") from None
         if len(items) == limit:
@@ -91,70 +91,40 @@ def read_task(file: str, limit: int = 0) -> Task:
     return Task(metrics_name(file), format, items)
 
 
-class _Fields:
-    """The fields of an item. Raises `KeyError` or `ValueError` for what is missing or of another type."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def text(self, name: str) -> str:
-        if not isinstance(self.values[name], str):
-            raise ValueError(f"{name} is not a text")
-        return str(self.values[name])
-
-    def texts(self, name: str) -> list[str]:
-        values = self.values[name]
-        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-            raise ValueError(f"{name} is not a list of texts")
-        return values
-
-    def index(self, name: str, size: int) -> int:
-        value = self.values[name]
-        if isinstance(value, bool) or not re.fullmatch("[0-9]{1,9}", str(value)) or int(value) >= size:
-            raise ValueError(f"{name} = {value!r} is not the index of one of {size} choices")
-        return int(value)
-
-    def table(self, name: str) -> "_Fields":
-        if not isinstance(self.values[name], dict):
-            raise ValueError(f"{name} is not an object")
-        return _Fields(self.values[name])
-
-
 def _choices(context: str, choices: Sequence[str], correct: int) -> Item:
+    if not 0 <= correct < len(choices):
+        raise ValueError(f"{correct} is not the index of one of {len(choices)} choices")
     return Item(context, tuple(f" {choice}" for choice in choices), tuple(map(len, choices)), correct)
 
 
-def _hellaswag(item: _Fields) -> Item:
+def _hellaswag(item: Mapping[str, Any]) -> Item:
     def clean(text: str) -> str:
         # Brackets are left over from WikiHow, from which a part of the items comes.
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
-    endings = item.texts("endings")
-    context = f"{item.text('activity_label')}: {item.text('ctx_a')} {item.text('ctx_b').capitalize()}"
-    return _choices(clean(context), [clean(ending) for ending in endings], item.index("label", len(endings)))
+    context = f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}"
+    return _choices(clean(context), [clean(ending) for ending in item["endings"]], int(item["label"]))
 
 
-def _arc(item: _Fields) -> Item:
-    choices, key = item.table("choices"), item.text("answerKey")
-    texts, labels = choices.texts("text"), choices.texts("label")
-    if key not in labels or len(labels) != len(texts):
-        raise ValueError(f"answerKey = {key!r} is not one of the labels of {len(texts)} choices: {', '.join(labels)}")
-    return _choices(f"Question: {item.text('question')}\nAnswer:", texts, labels.index(key))
+def _arc(item: Mapping[str, Any]) -> Item:
+    choices, key = item["choices"], item["answerKey"]
+    if key not in choices["label"]:
+        raise ValueError(f"answerKey = {key!r} is not one of the labels {', '.join(choices['label'])}")
+    return _choices(f"Question: {item['question']}\nAnswer:", choices["text"], choices["label"].index(key))
 
 
-def _piqa(item: _Fields) -> Item:
-    solutions = [item.text("sol1"), item.text("sol2")]
-    return _choices(f"Question: {item.text('goal')}\nAnswer:", solutions, item.index("label", 2))
+def _piqa(item: Mapping[str, Any]) -> Item:
+    return _choices(f"Question: {item['goal']}\nAnswer:", [item["sol1"], item["sol2"]], int(item["label"]))
 
 
-def _lambada(item: _Fields) -> Item:
-    context, _, word = item.text("text").rpartition(" ")
+def _lambada(item: Mapping[str, Any]) -> Item:
+    context, _, word = item["text"].rpartition(" ")
     if not word:
         raise ValueError("text does not end in a word")
     return Item(context, (f" {word}",))
 
 
-FORMATS: dict[str, Callable[[_Fields], Item]] = {
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Item]] = {
     "hellaswag": _hellaswag,
     "arc": _arc,
     "piqa": _piqa,

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,48 +22,6 @@ from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
 SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them
-
-CARD = """\
----
-library_name: transformers
-pipeline_tag: ${task}
----
-
-# ${name}
-
-A ${architecture} with ${parameters} parameters, trained with titanlike ${version} for ${steps} steps on ${tokens} tokens.
-
-```python
-${usage}
-```
-
-| | |
-|---|---|
-| Fingerprint of the data | `${data}` |
-| Fingerprint of the tokenizer | `${tokenizer}` |
-| Versions | ${versions} |
-
-The recipe:
-
-```json
-${recipe}
-```
-"""
-PIPELINE = """\
-from transformers import pipeline
-
-print(pipeline("text-generation", model="${folder}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])"""
-FILL = """\
-from transformers import pipeline
-
-fill = pipeline("fill-mask", model="${folder}")
-print(fill(f"Once upon a {fill.tokenizer.mask_token}")[0]["sequence"])"""
-GENERATE = """\
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-model, tokenizer = (kind.from_pretrained("${folder}") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))"""
 
 
 def export(
@@ -98,7 +55,6 @@ def export(
         for name, content in files.items():
             atomic_write_text(partial / name, content)
         _write_configs(partial, plan, generation_config(weights, tokenizer))
-        atomic_write_text(partial / "README.md", _card(weights, folder))
         return _write_tensors(partial, plan, shard_size)
 
 
@@ -195,36 +151,6 @@ def _check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
             f"tokenizer.encoding = {weights.tokenizer.encoding!r} is not the tokenizer of {weights.path}: its fingerprint is "
             f"{tokenizer.fingerprint}, not {saved}; restore the file"
         )
-
-
-def _card(weights: Weights, folder: Path) -> str:
-    config = weights.config
-    facts: dict[str, Any] = dict.fromkeys(
-        ("version", "steps", "tokens", "data", "tokenizer", "versions", "recipe"), "?"
-    )
-    if isinstance(weights, CheckpointWeights):
-        metadata = weights.metadata
-        versions = ", ".join(f"{name} {version}" for name, version in metadata.versions.items())
-        facts = {
-            "version": metadata.versions.get("titanlike", ""),
-            "steps": f"{metadata.step:,}",
-            "tokens": f"{metadata.tokens:,}",
-            "data": metadata.data,
-            "tokenizer": metadata.tokenizer,
-            "versions": versions,
-            "recipe": json.dumps(metadata.recipe, indent=2, ensure_ascii=False),
-        }
-    usage, task = (PIPELINE, "text-generation") if config.causal else (FILL, "fill-mask")
-    if config.is_encoder_decoder:
-        usage, task = GENERATE, "text2text-generation"
-    return string.Template(CARD.replace("${usage}", usage)).substitute(
-        facts,
-        task=task,
-        name=folder.name,
-        folder=folder.name,
-        architecture=config.label(),
-        parameters=f"{config.num_parameters():,}",
-    )
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from titanlike.config.sections import Data
 from titanlike.data.documents.data_files import DiskFull, File, convert_write_errors, hash_of, versions_of
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import FORMAT, MANIFEST
-from titanlike.data.tokens.tokenization import Options, check_free_space, finish, tokenize
+from titanlike.data.tokens.tokenization import Options, finish, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units, write_result
 from titanlike.distributed.environment import is_first_on_node
@@ -57,7 +57,6 @@ def write_shards(
         partial.mkdir(parents=True, exist_ok=True)
         found = [read_result(partial, unit.number, np.dtype(tokenizer.dtype).itemsize) for unit in units]
         remaining = [unit for unit, result in zip(units, found, strict=True) if result is None]
-        check_free_space(partial, [span for unit in remaining for span in unit.spans], tokenizer)
         options = Options(partial, tokenizer.section, fields, 0.0, skip_bad_records)
         for unit in remaining:
             result = found[unit.number] = tokenize(unit, options, tokenizer, lambda *_: None)

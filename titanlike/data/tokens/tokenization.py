@@ -15,17 +15,14 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents.data_files import DiskFull, File, convert_write_errors, is_address
+from titanlike.data.documents.data_files import File, convert_write_errors, is_address
 from titanlike.data.documents.readers import BadRecord, Document, Fields, OnBadRecord, read_chunks
-from titanlike.data.documents.records import KINDS
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
-BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges
-MAX_TOKEN_BYTES = 16  # of an average token: bounds the size of the output from below
 
 ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
 ReadSpan = Callable[["FileSpan", OnBadRecord | None], Iterator[Document]]
@@ -155,17 +152,6 @@ def check_unchanged(file: File) -> None:
     stat = Path(file.name).stat() if Path(file.name).exists() else None
     if stat is None or (stat.st_size, str(stat.st_mtime_ns)) != (file.size, file.version):
         raise UserError(f"{file.name}: changed while it was read; run the command again when the file is complete")
-
-
-def check_free_space(folder: Path, spans: Sequence[FileSpan], tokenizer: Tokenizer) -> None:
-    """Raises if not even a low estimate of the output fits: long tokens, and records that are mostly not text."""
-    token_bytes = 1 if tokenizer.vocab_size <= BYTE_VOCAB_SIZE else MAX_TOKEN_BYTES
-    text = sum(s.size // 4 if s.file.kind in KINDS and not s.file.compressed else s.size for s in spans)
-    needed, free = text // token_bytes * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
-    if needed > free:
-        raise DiskFull(
-            f"{folder}: the tokens of this text take at least about {needed:,} bytes, and {free:,} are free on the disk"
-        )
 
 
 def finish(

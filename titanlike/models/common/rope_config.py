@@ -42,7 +42,7 @@ def rope_fields(
         require(form, partial_rotary_factor=1.0)
         if not equal(form.get("rope_theta", theta), theta):
             raise ValueError(f"rope_theta = {form['rope_theta']!r}, but transformers reads rope_theta = {theta!r}")
-    fields = {"rope_theta": float(theta)}
+    fields = {"rope_theta": theta}
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(rope, full_attention=None, sliding_attention=None)  # of types of blocks
     if kind not in supported:
@@ -51,7 +51,7 @@ def rope_fields(
     if kind == "default":
         return fields
     if kind == "linear":
-        return fields | {"rope_scaling": float(rope["factor"])}
+        return fields | {"rope_scaling": rope["factor"]}
     require(rope, **TURNS[kind])
     if kind == "yarn" and rope.get("truncate", True) != truncate:
         raise ValueError(f"truncate = {rope.get('truncate', True)!r} is not supported; only {truncate!r} is")
@@ -61,10 +61,10 @@ def rope_fields(
         # The first scales cosines and sines, relative to the second, which scales the attention scores.
         require({"mscale": rope["mscale"]}, mscale=rope["mscale_all_dim"])
         require(rope, attention_factor=1.0)  # takes the place of that ratio
-        fields["rope_mscale"] = float(rope["mscale_all_dim"])
+        fields["rope_mscale"] = rope["mscale_all_dim"]
     require(values, original_max_position_embeddings=rope["original_max_position_embeddings"])
     return fields | {
-        "rope_scaling": float(rope["factor"]),
+        "rope_scaling": rope["factor"],
         "rope_original_seq_len": rope["original_max_position_embeddings"],
     }
 

@@ -216,7 +216,7 @@ class DeepseekConfig(MoeConfig):
             "num_experts": values["n_routed_experts"],
             "num_expert_groups": groups,
             "groups_per_token": per_token,
-            "router_scale": float(values["routed_scaling_factor"]),
+            "router_scale": values["routed_scaling_factor"],
             "q_lora_rank": values.get("q_lora_rank") or 0,
         }  # fmt: skip
 

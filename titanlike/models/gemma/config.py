@@ -109,7 +109,7 @@ class GemmaConfig(LlamaFamilyConfig):
         if LOCAL in kinds and kinds != _layer_types(num_layers, pattern):
             pattern = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0
         return super().fields_from_hugging_face(values) | {
-            "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
+            "query_scalar": values.get("query_pre_attn_scalar", 256),
             "sliding_window": values.get("sliding_window", 4096) if LOCAL in kinds else 0,
             "sliding_window_pattern": pattern,
         }
@@ -137,8 +137,8 @@ class Gemma2Config(GemmaConfig):
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         return super().fields_from_hugging_face(values) | {
-            "logit_soft_cap": float(values.get("final_logit_softcapping", cls.logit_soft_cap) or 0.0),
-            "attention_soft_cap": float(values.get("attn_logit_softcapping", cls.attention_soft_cap) or 0.0),
+            "logit_soft_cap": values.get("final_logit_softcapping", cls.logit_soft_cap) or 0.0,
+            "attention_soft_cap": values.get("attn_logit_softcapping", cls.attention_soft_cap) or 0.0,
         }
 
 

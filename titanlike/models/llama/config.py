@@ -170,7 +170,7 @@ class LlamaFamilyConfig(TransformerConfig):
         if not cls.own_head_dim:
             require(values, head_dim=values["hidden_size"] // heads)
         if cls.has_field("norm_eps"):
-            own["norm_eps"] = float(values.get("rms_norm_eps", 1e-6))
+            own["norm_eps"] = values.get("rms_norm_eps", 1e-6)
         else:
             require(values, rms_norm_eps=cls.norm_eps)
         if cls.has_field("tied_head"):

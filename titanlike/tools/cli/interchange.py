@@ -13,7 +13,7 @@ from titanlike.utils.atomic_write import atomic_write_text
 
 EXPORT = """\
 Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,
-generation_config.json, the tokenizer and a model card. The folder appears whole or not at all.
+generation_config.json and the tokenizer. The folder appears whole or not at all.
 
   titanlike export runs/NAME model/
   titanlike export runs/NAME/checkpoints/step-00001000 model/ --dtype bfloat16

@@ -21,7 +21,7 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.data_files import File, convert_write_errors
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
-from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, check_free_space, finish
+from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, finish
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
 from titanlike.tools.data.inputs import list_inputs
@@ -224,7 +224,6 @@ def _process_stage(
     def report(read: int, tokens: int) -> None:
         on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started, stage=place))
 
-    check_free_space(job.folder, [span for unit in remaining for span in unit.spans], tokenizer)
     count = min(system.num_cores() if workers is None else workers, len(remaining))
     try:
         # A filter of one's own runs in another process, which it can end.
