@@ -126,17 +126,21 @@ def forward_backward(
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:
-    """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
-    total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
+def validate(
+    model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh, names: Sequence[str] = ("loss",)
+) -> dict[str, float]:
+    """Returns the means over the labels of the same held-out batches each time, by name: of the loss, or of the sums that the model
+    returns for labels. They are equal on all ranks."""
+    dtype = collectives.sum_dtype(batches.device)
+    totals, num_tokens = (torch.zeros(size, device=batches.device, dtype=dtype) for size in ((len(names),), ()))
     for microbatches in batches.first_batches(num_batches):
         if mesh.pipeline.size() > 1:
-            total += cast(Any, model).evaluate(microbatches)
+            totals += cast(Any, model).evaluate(microbatches)
         else:
-            total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
+            totals += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
-    collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
-    return {"loss": means_of(total[None], collectives.all_reduce_sum(num_tokens, mesh.loss_groups))[0]}
+    collectives.all_reduce_sum(totals, [*mesh.loss_groups, mesh.pipeline.get_group()])
+    return dict(zip(names, means_of(totals, collectives.all_reduce_sum(num_tokens, mesh.loss_groups)), strict=True))
 
 
 def is_due(step: int, interval: int, last: int) -> bool:
