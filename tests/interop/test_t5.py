@@ -126,7 +126,7 @@ def test_greedy_generation_equals_that_of_transformers(
         assert len(set(text)) > 3
     assert kind == "sentinels" or any("<extra_id_" in text for text in texts)
 
-    for command in (["generate", "--chat"], ["evaluate", "--data", str(folder / "README.md")]):
+    for command in (["generate", "--chat"], ["evaluate", "--data", __file__]):
         monkeypatch.setattr(sys, "argv", ["titanlike", command[0], str(folder), *command[1:]])
         with pytest.raises(SystemExit):
             program.main()
