@@ -34,13 +34,13 @@ from titanlike.utils.rng import seed_generators
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Delays commits until the event is set."""
     go = threading.Event()
-    original = LocalStore.commit
+    original = LocalStore.publish
 
     def delayed(self: LocalStore, step: int) -> None:
         assert go.wait(60)
         original(self, step)
 
-    monkeypatch.setattr(LocalStore, "commit", delayed)
+    monkeypatch.setattr(LocalStore, "publish", delayed)
     yield go
     go.set()
 

@@ -28,7 +28,7 @@ def steps_with_a_manifest(checkpoints: Path) -> list[int]:
         pytest.param(
             Fault("titanlike.checkpoint.store.manifest_hash", "after", step=4), [2], id="while the manifest is written"
         ),
-        pytest.param(Fault(f"{REMOTE}.commit", "after", step=4), [2, 4], marks=pytest.mark.slow),
+        pytest.param(Fault(f"{REMOTE}.publish", "after", step=4), [2, 4], marks=pytest.mark.slow),
     ],
 )
 def test_killed_while_saving_to_a_remote_store(

@@ -59,21 +59,21 @@ SAVES = {
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
     "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
-    "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
+    "when all shards are there": Case(dies(f"{STORE}.complete", rank=0, step=4), (2,)),
     "between state and manifest": Case(
         dies(f"{FOLDER}.create", rank=0, step=4, argument="manifest.json"), (2,), "sync"
     ),
-    "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
+    "after the manifest": Case(dies(f"{FOLDER}.publish", rank=0, step=4), (2,), keep=1),
     "before the rename": Case(dies("pathlib.Path.rename", rank=0, step=4), (2,), "sync"),
     "after the rename": Case(dies("pathlib.Path.rename", "after", rank=0, step=4), (2, 4)),
-    "after the commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=4), (2, 4), "sync"),
+    "after the commit": Case(dies(f"{FOLDER}.publish", "after", rank=0, step=4), (2, 4), "sync"),
     "before latest has its name": Case(dies("pathlib.Path.replace", rank=0, step=4), (2, 4)),
     "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
     "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
     "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
     "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
     "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
-    "after the last commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=6), (2, 4, 6)),
+    "after the last commit": Case(dies(f"{FOLDER}.publish", "after", rank=0, step=6), (2, 4, 6)),
 }
 DEFAULT_TIER = {
     "between forward and backward", "in the middle of its shard", "after the manifest", "after the rename",
