@@ -169,7 +169,6 @@ def test_the_likeliest_tokens_are_computed_once(ranks: Ranks, tmp_path: Path) ->
         )  # fmt: skip
 
     whole = train(ranks(2), run("whole", 4, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
-    assert len(list((tmp_path / "cache/distillation").glob("teacher-*"))) == 1
     assert_same(train(ranks(2), run("logits", 4, 0, parallelism=Parallelism(shard=2))), whole)
     train(ranks(2), run("parts", 2, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
     with mock.patch("titanlike.run.distillation.build_frozen_model", side_effect=AssertionError("not in the cache")):
@@ -177,17 +176,7 @@ def test_the_likeliest_tokens_are_computed_once(ranks: Ranks, tmp_path: Path) ->
     assert_equal_state(parts.state, whole.state)
     assert parts.losses == whole.losses
     assert_same(train(ranks(1), run("other", 4, LLAMA.vocab_size)), whole)
-    [cache] = (tmp_path / "cache/distillation").glob("teacher-*")  # it does not depend on the layout
-    *_, last = sorted(cache.iterdir())
-    content = last.read_bytes()
-    for number, damage in enumerate(
-        (lambda: last.write_bytes(content[:-8]), last.unlink, lambda: last.write_bytes(b""))
-    ):
-        damage()
-        assert_same(
-            train(ranks(2), run(f"damaged-{number}", 4, LLAMA.vocab_size, parallelism=Parallelism(shard=2))), whole
-        )
-        assert last.read_bytes() == content
+    assert len(list((tmp_path / "cache/distillation").glob("teacher-*"))) == 1  # it does not depend on the layout
 
 
 def test_a_teacher_with_another_tokenizer_or_other_sizes_is_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from tests.launching import SMALL, run
 from tests.web import web
-from titanlike.checkpoint.store import open_store
 from titanlike.config import UserError
 from titanlike.config.base import CREDENTIALS, refuse_credentials
 from titanlike.data.documents.listing import list_files
@@ -33,7 +32,6 @@ def test_credentials_are_refused_and_masked(tmp_path: Path, address: str) -> Non
         lambda: load(PretrainRecipe, tmp_path / "empty.toml", {"checkpoint.dir": address}),
         lambda: load(PretrainRecipe, tmp_path / "empty.toml", {"run.name": address}),
         lambda: load(PretrainRecipe, tmp_path / "empty.toml", {"nothing": address}),
-        lambda: open_store(address),
         lambda: list_files(address),
     ):
         with pytest.raises(UserError, match=r"://\*\*\*@.* contains credentials, which would be written") as error:

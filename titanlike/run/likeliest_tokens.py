@@ -1,8 +1,6 @@
 """The likeliest tokens of a teacher for all data, computed once and kept in files, so that training does without the teacher."""
 
 import os
-import shutil
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -70,7 +68,6 @@ def add_top_k(
     sources: list[Any] = [each.source for each in (data.training, data.validation) if each]
     datasets: list[SequenceDataset] = [dataset for source in sources for dataset in source.datasets]
     folder = _folder(recipe, datasets, initial, seed)
-    process_group.run_on_main(lambda: _remove_damaged(folder, recipe.distillation.top_k, datasets))
     with written_once(folder) as is_missing:
         if is_missing:
             num_sequences = sum(dataset.num_sequences for dataset in datasets)
@@ -82,19 +79,6 @@ def add_top_k(
     numbers = iter(range(len(datasets)))
     for source in sources:
         source.datasets = [WithTopK(dataset, folder, next(numbers)) for dataset in source.datasets]
-
-
-def _remove_damaged(folder: Path, k: int, datasets: list[SequenceDataset]) -> None:
-    """Removes the files of the cache, which are computed again, if one is missing or not as it was written."""
-    try:
-        for number, dataset in enumerate(datasets if folder.exists() else ()):
-            for name, size in ((IDS, k), (LOG_PROBS, k + 1)):
-                shape = np.load(_file(folder, name, number), mmap_mode="r").shape
-                if shape != (dataset.num_sequences, dataset.seq_len, size):
-                    raise ValueError
-    except (OSError, ValueError, EOFError):
-        print(f"warning: {folder} is damaged; its tokens are computed again", file=sys.stderr, flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def top_k_of_batch(batch: Batch) -> TopK:

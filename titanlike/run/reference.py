@@ -1,6 +1,5 @@
 """The reference model of a preference loss: the trained model without its adapters, a second model, or what one has computed."""
 
-import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -66,11 +65,10 @@ def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: Data
     datasets: list[PackedPairs] = [dataset for source in sources for dataset in source.datasets]
     file = _cache_file(recipe, datasets)
     with written_once(file) as is_missing:
-        if not is_missing:
-            table = process_group.broadcast_object(_load(file) if process_group.is_main() else None)
-            if table is not None:
-                return table
-        return _compute_and_save(recipe, model, mesh, data, datasets, file)
+        if is_missing:
+            return _compute_and_save(recipe, model, mesh, data, datasets, file)
+        table: Any = np.load(file)["log_probs"] if process_group.is_main() else None
+        return process_group.broadcast_object(table)
 
 
 def _compute_and_save(
@@ -144,13 +142,3 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
         ]
     )
     return cache_folder(data.cache) / "preferences" / f"reference-{key}.npz"
-
-
-def _load(file: Path) -> np.ndarray[Any, Any] | None:
-    """Returns the content of a file, or None if it does not exist or is damaged."""
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            found: np.ndarray[Any, Any] = arrays["log_probs"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-    return found
