@@ -2,9 +2,9 @@
 
 import base64
 import dataclasses
+import errno
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from titanlike.data.batches.sources import Sources, open_sources, paths_and_weig
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import cache as cache_module
-from titanlike.data.tokens import work_units
+from titanlike.data.tokens import shard_writer, work_units
 from titanlike.data.tokens.cache import write_shards
 from titanlike.data.tokens.tokenization import tokenize
 from titanlike.data.tokens.tokenizer import build_tokenizer
@@ -137,10 +137,13 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_a_full_cache_names_the_key_that_moves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = texts(tmp_path / "text", a="some text" * 1000)
-    usage = shutil.disk_usage(tmp_path)._replace(free=1_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    def full(file: Any, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_writer, "write_all", full)
     with pytest.raises(
-        UserError, match=r"1,000 are free on the disk; free some space, or set data\.cache to a folder on another"
+        UserError, match=r"the disk is full \(.*\); free some space, or set data\.cache to a folder on another"
     ):
         open_(source="text", path=str(folder), cache=str(tmp_path / "cache"))
 

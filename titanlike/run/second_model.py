@@ -55,7 +55,7 @@ def parallelize_frozen(
     parallelism = recipe.parallelism
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
-    if getattr(config, "balance_loss", 0.0):  # of the experts; nothing reads it
+    if config.balance_loss:  # of the experts; nothing reads it
         config = replace(cast(Any, config), balance_loss=0.0)
     with torch.device("meta"):
         model = build_model(config)

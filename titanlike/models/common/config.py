@@ -68,6 +68,7 @@ class TransformerConfig:
     tied_head: bool = False
     norm_eps: float
     dropout: float = 0.0
+    balance_loss: float = 0.0
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {}
