@@ -26,7 +26,7 @@ from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
 from titanlike.tools.data.inputs import list_inputs
 from titanlike.tools.data.quality.options import FOLDER, Quality, Stage, WorkerOptions
-from titanlike.tools.data.quality.report import REASONS
+from titanlike.tools.data.quality.report import REASONS, REPORT
 from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
@@ -111,11 +111,12 @@ def prepare(
         job = WorkerOptions(partial, tokenizer, fields, validation_share, bad == "skip", test_share, quality)
         results = _process(units, job, built, workers, on_progress)
         found = build_report(results, job)
-        if not found.documents["kept"].documents and found.removed:
+        if not found["documents"]["kept"]["documents"] and found["removed"]:
             shutil.rmtree(partial)
-            counts = ", ".join(f"{tally.documents:,} for {REASONS[reason]}" for reason, tally in found.removed.items())
+            tallies = found["removed"].items()
+            counts = ", ".join(f"{tally['documents']:,} for {REASONS[reason]}" for reason, tally in tallies)
             raise UserError(f"every document was removed: {counts}; give other limits, or another --filter")
-        found.write(partial)
+        atomic_write_text(partial / REPORT, json.dumps(found, indent=1) + "\n")
         manifest = finish(partial, out, results, built, job, files)
         _remove_results(out)
         return manifest

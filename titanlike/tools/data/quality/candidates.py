@@ -1,19 +1,17 @@
 """Reads complete documents, applies the filters to them and counts what they remove."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from titanlike.config import UserError
 from titanlike.data.documents.readers import Document, OnBadRecord, read_chunks
 from titanlike.data.documents.records import KINDS, PARQUET, count_lines, name_of_record, open_parquet, row_groups
-from titanlike.data.tokens.tokenization import FileSpan
+from titanlike.data.tokens.tokenization import FileSpan, ReportProgress, WorkUnit, check_unchanged
 from titanlike.tools.data.quality.filters import Verdict, judge, judge_words
-from titanlike.tools.data.quality.hashing import GROUP, Words, mix, select, words_of
+from titanlike.tools.data.quality.hashing import GROUP, Words, select, words_of
 from titanlike.tools.data.quality.options import Quality, WorkerOptions
-from titanlike.tools.data.quality.report import EXCERPT, REASON_OF, Example, Tallies, Tally, Verdicts
+from titanlike.tools.data.quality.report import EXCERPT, REASON_OF, Tallies, Tally, Verdicts, orders_of
 
 
 @dataclass
@@ -26,6 +24,7 @@ class CandidateDocument:
     text: str
     content: bytes  # the text as UTF-8
     num_bytes: int  # of the text before it was filtered
+    reason: str = ""  # for which it is removed; "" if it is kept
 
     @property
     def where(self) -> str:
@@ -39,52 +38,143 @@ class CandidateDocument:
             f" after {after.format(begin)}" if begin else ""
         )
 
-    def example(self, order: int, detail: str = "") -> Example:
-        return Example(order, self.where, self.text[:EXCERPT], detail)
+    def count(self, tallies: Tallies, reason: str, unit: int, num_bytes: int, detail: str) -> None:
+        """Counts the document for a reason, perhaps as an example."""
+        [order] = orders_of([unit], [self.position]).tolist()
+        example = {"order": order, "where": self.where, "text": self.text[:EXCERPT], "detail": detail}
+        tallies.setdefault(reason, Tally()).count(num_bytes, example)
 
 
-def skip_bad(job: WorkerOptions) -> OnBadRecord | None:
-    """Returns what is done with a bad record before tokenization, which counts those that are skipped."""
-    return (lambda _: None) if job.skip_bad_records else None
+@dataclass
+class Group:
+    """Consecutive documents of a span. numpy's calls are for many short ones."""
+
+    documents: list[CandidateDocument]
+    words: Words | None = None  # of those that are kept
+
+    @property
+    def kept(self) -> list[CandidateDocument]:
+        """The documents that are kept and have text."""
+        return [each for each in self.documents if each.text and not each.reason]
 
 
-def order_of(unit: int, position: int) -> int:
-    """Returns a hash of the position of a document, by which examples are drawn."""
-    return int(mix(np.array([unit << 32 | position], np.uint64))[0] >> np.uint64(1))
-
-
-def read_candidates(
-    span: FileSpan, job: WorkerOptions, first: int, bad: OnBadRecord | None
-) -> Iterator[CandidateDocument]:
-    """Reads the documents of a span, also those without text. `first` is the position of the first one in the work unit."""
-    fields = replace(job.fields, whole_record=job.quality.own is not None and job.quality.own.takes_record)
-    chunks: list[Document] = []
-    for chunk in read_chunks(span.file, fields, span=span.bounds, bad=bad):
-        chunks.append(chunk)
-        if chunk.last:
-            document, text = chunks[0], "".join(each.text for each in chunks)
-            document = replace(document, text=text, size=sum(each.size for each in chunks), last=True)
-            content = text.encode()
-            yield CandidateDocument(first, span, document, text, content, len(content))
-            first += 1
-            chunks = []
-
-
-def grouped(candidates: Iterator[CandidateDocument]) -> Iterator[list[CandidateDocument]]:
-    """Groups documents, so that numpy's calls are for many short ones."""
-    group: list[CandidateDocument] = []
-    size = 0
-    for candidate in candidates:
-        group.append(candidate)
-        size += len(candidate.content)
-        if size >= GROUP:
+def read_unit(
+    unit: WorkUnit,
+    job: WorkerOptions,
+    verdicts: Verdicts | None,
+    tallies: Tallies,
+    report: ReportProgress,
+    *,
+    with_words: bool = False,
+) -> Iterator[Group]:
+    """Yields the documents of a work unit before tokenization, which counts the bad records that are skipped."""
+    first = 0
+    for span in unit.spans:
+        unread = span.size
+        bad: OnBadRecord | None = (lambda _: None) if job.skip_bad_records else None
+        for group in read_span(span, unit.number, job, first, verdicts, tallies, bad, with_words=with_words):
+            first += len(group.documents)
             yield group
-            group, size = [], 0
-    if group:
+            read = min(sum(each.document.size for each in group.documents), unread)
+            unread -= read
+            report(read, 0)
+        check_unchanged(span.file)
+        report(unread, 0)
+
+
+def read_span(
+    span: FileSpan,
+    unit: int,
+    job: WorkerOptions,
+    first: int,
+    verdicts: Verdicts | None,
+    tallies: Tallies,
+    bad: OnBadRecord | None,
+    *,
+    with_words: bool = False,
+) -> Iterator[Group]:
+    """Yields the documents of a span, also those without text, with the reasons for which they are removed. They are decided here,
+    unless an earlier stage has written its verdicts. `first` is the position of the first document in the work unit."""
+    for group in _grouped(span, job, first, bad):
+        if verdicts is None:
+            _filter(group, unit, job.quality, tallies, with_words=with_words)
+            yield group
+            continue
+        for each in group.documents:
+            each.reason = REASON_OF.get(int(verdicts[each.position]), "")
+            if not each.reason and not _apply_own_filter(each, job.quality):
+                assert job.quality.own is not None
+                raise UserError(
+                    f"{each.where}: --filter {job.quality.own.name} kept this document first and now removes it; "
+                    "its result must depend on its argument only"
+                )
         yield group
 
 
-def position_of(span: FileSpan, record: int) -> str:
+def _grouped(span: FileSpan, job: WorkerOptions, position: int, bad: OnBadRecord | None) -> Iterator[Group]:
+    fields = replace(job.fields, whole_record=job.quality.own is not None and job.quality.own.takes_record)
+    chunks: list[Document] = []
+    group, size = Group([]), 0
+    for chunk in read_chunks(span.file, fields, span=span.bounds, bad=bad):
+        chunks.append(chunk)
+        if chunk.last:
+            text = "".join(each.text for each in chunks)
+            document = replace(chunks[0], text=text, size=sum(each.size for each in chunks), last=True)
+            content = text.encode()
+            group.documents.append(CandidateDocument(position, span, document, text, content, len(content)))
+            position, size, chunks = position + 1, size + len(content), []
+            if size >= GROUP:
+                yield group
+                group, size = Group([]), 0
+    if group.documents:
+        yield group
+
+
+def _filter(group: Group, unit: int, quality: Quality, tallies: Tallies, *, with_words: bool) -> None:
+    """Applies all filters to documents, and counts what they remove."""
+    details: dict[int, str] = {}
+
+    def remove(each: CandidateDocument, verdict: Verdict | None) -> None:
+        if verdict:
+            each.reason, details[each.position] = verdict.reason, verdict.detail
+
+    for each in group.documents:
+        if not _apply_own_filter(each, quality):
+            remove(each, Verdict("filter", ""))
+        elif quality.limits and each.text:
+            remove(each, judge(each.text, each.content, quality.limits))
+    rest = group.kept
+    if rest and (quality.limits or with_words):
+        group.words = words_of([_folded(each) for each in rest])
+        if quality.limits:
+            for each, verdict in zip(rest, judge_words(group.words, quality.limits), strict=True):
+                remove(each, verdict)
+            group.words = select(group.words, [not each.reason for each in rest])
+    for each in group.documents:
+        if each.reason:
+            each.text = each.document.text
+            each.count(tallies, each.reason, unit, each.num_bytes, details[each.position])
+
+
+def _folded(candidate: CandidateDocument) -> bytes:
+    """Returns the text in lower case, where that is more than the hashes of words do themselves."""
+    return candidate.content if candidate.content.isascii() else candidate.text.lower().encode()
+
+
+def _apply_own_filter(candidate: CandidateDocument, quality: Quality) -> bool:
+    """Replaces the text by the result of the filter of one's own. Returns whether the document is kept."""
+    if quality.own is None or not candidate.text:
+        return True
+    record: dict[str, Any] = candidate.document.fields or {"text": candidate.text}  # of a text file
+    text = quality.own.apply(candidate.text, record, lambda: _position_of(candidate.span, candidate.document.record))
+    if text is None:
+        return False
+    if text != candidate.text:
+        candidate.text, candidate.content = text, text.encode()
+    return True
+
+
+def _position_of(span: FileSpan, record: int) -> str:
     """Names a record of a span for an error message: its file, and its line or row."""
     file, begin = span.file, span.bounds[0] if span.bounds else 0
     if file.kind == PARQUET:
@@ -94,88 +184,3 @@ def position_of(span: FileSpan, record: int) -> str:
         return file.name
     before = count_lines(file, begin - 1) + 1 if begin else 0  # lines that begin before the span
     return f"{file.name}, {name_of_record(file)} {before + record + 1}"
-
-
-def apply_own_filter(candidate: CandidateDocument, quality: Quality) -> bool:
-    """Replaces the text by the result of the filter of one's own. Returns whether the document is kept."""
-    if quality.own is None or not candidate.text:
-        return True
-    record: dict[str, Any] | None = candidate.document.fields
-    if record is None and quality.own.takes_record:
-        record = {"text": candidate.text}  # of a text file
-    span = candidate.span
-
-    def where() -> str:
-        return position_of(span, candidate.document.record)
-
-    text = quality.own.apply(candidate.text, record, where)
-    if text is None:
-        return False
-    if text != candidate.text:
-        candidate.text, candidate.content = text, text.encode()
-    return True
-
-
-class Filtered(NamedTuple):
-    """A group of documents after the filters."""
-
-    reasons: list[str]  # for which each is removed; "" for those that are kept
-    kept: list[CandidateDocument]  # that have text
-    words: Words | None  # of those that are kept
-
-
-def filter_group(
-    group: Sequence[CandidateDocument], unit: int, quality: Quality, tallies: Tallies, *, with_words: bool = False
-) -> Filtered:
-    """Applies all filters to documents, and counts what they remove."""
-    verdicts: list[Verdict | None] = [None] * len(group)
-    for number, candidate in enumerate(group):
-        if not apply_own_filter(candidate, quality):
-            verdicts[number] = Verdict("filter", "")
-        elif quality.limits and candidate.text:
-            verdicts[number] = judge(candidate.text, candidate.content, quality.limits)
-    rest = [number for number, candidate in enumerate(group) if candidate.text and not verdicts[number]]
-    words = words_of([_folded(group[number]) for number in rest]) if rest and (quality.limits or with_words) else None
-    if words and quality.limits:
-        judged = list(judge_words(words, quality.limits))
-        for number, verdict in zip(rest, judged, strict=True):
-            verdicts[number] = verdict
-        words = select(words, [verdict is None for verdict in judged])
-    for candidate, verdict in zip(group, verdicts, strict=True):
-        if verdict:
-            tally, order = tallies.setdefault(verdict.reason, Tally()), order_of(unit, candidate.position)
-            candidate.text = candidate.document.text
-            tally.count(candidate.num_bytes, candidate.example(order, verdict.detail) if tally.wants(order) else None)
-    kept = [group[number] for number in rest if verdicts[number] is None]
-    return Filtered([verdict.reason if verdict else "" for verdict in verdicts], kept, words)
-
-
-def survivors(
-    span: FileSpan,
-    unit: int,
-    job: WorkerOptions,
-    first: int,
-    verdicts: Verdicts | None,
-    tallies: Tallies,
-    bad: OnBadRecord | None,
-) -> Iterator[list[tuple[CandidateDocument, str]]]:
-    """Yields the documents of a span in groups, with the reason for which each is removed, "" for those that are kept. That is
-    decided here, unless an earlier stage has written its verdicts."""
-    for group in grouped(read_candidates(span, job, first, bad)):
-        if verdicts is None:
-            yield list(zip(group, filter_group(group, unit, job.quality, tallies).reasons, strict=True))
-            continue
-        for candidate in group:
-            code = int(verdicts[candidate.position])
-            if not code and not apply_own_filter(candidate, job.quality):
-                assert job.quality.own is not None
-                raise UserError(
-                    f"{candidate.where}: --filter {job.quality.own.name} kept this document first and now removes it; "
-                    "its result must depend on its argument only"
-                )
-        yield [(each, REASON_OF.get(int(verdicts[each.position]), "")) for each in group]
-
-
-def _folded(candidate: CandidateDocument) -> bytes:
-    """Returns the text in lower case, where that is more than the hashes of words do themselves."""
-    return candidate.content if candidate.content.isascii() else candidate.text.lower().encode()

@@ -1,7 +1,7 @@
 """Filters that do not depend on the language: length, symbols, and repetition within a document."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import numpy as np
@@ -97,7 +97,8 @@ def judge(text: str, content: bytes, limits: Thresholds) -> Verdict | None:
 def judge_words(words: Words, limits: Thresholds) -> Iterator[Verdict | None]:
     """Yields for each text why it is removed by the repetition of its words, or None."""
     pairs, sequences = shingles_of(words, 2), shingles_of(words)
-    for first, second in zip(_per_text(pairs), _per_text(sequences), strict=True):
+    per_text = (np.split(each.hashes, each.ends)[:-1] for each in (pairs, sequences))
+    for first, second in zip(*per_text, strict=True):
         first.sort()
         second.sort()
         distinct = 1 + np.count_nonzero(second[1:] != second[:-1])
@@ -114,13 +115,6 @@ def judge_words(words: Words, limits: Thresholds) -> Iterator[Verdict | None]:
         yield verdict
 
 
-def _per_text(shingles: Words) -> Iterator[np.ndarray]:
-    start = 0
-    for end in shingles.ends.tolist():
-        yield shingles.hashes[start:end]
-        start = end
-
-
 def _compare(reason: str, share: float, limit: float, what: str) -> Verdict | None:
     return Verdict(reason, f"{share:.2f} {what}, more than {limit:g}") if share > limit else None
 
@@ -129,8 +123,3 @@ def _repeated(parts: list[str]) -> float:
     """Returns the share of the characters that are in parts that occurred before."""
     total = sum(map(len, parts))
     return 1 - sum(map(len, set(parts))) / total if total else 0.0
-
-
-def parameters(limits: Thresholds) -> Mapping[str, float]:
-    """Returns the limits for the plan and the report."""
-    return asdict(limits)

@@ -4,7 +4,7 @@ A text is UTF-8. The hash of a range of bytes is a polynomial modulo 2**64 in a 
 one for each of the 256 byte values. A prefix sum over the batch gives every range by one subtraction, whatever its length.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -84,17 +84,6 @@ def mix(values: Hashes) -> Hashes:
     return mixed
 
 
-def groups(sizes: Iterable[int], limit: int = GROUP) -> Iterator[slice]:
-    """Groups consecutive texts of these sizes, so that a group has at most `limit` bytes or is one text."""
-    start = total = number = 0
-    for number, size in enumerate(sizes):
-        if number > start and total + size > limit:
-            yield slice(start, number)
-            start, total = number, 0
-        total += size
-    yield slice(start, number + 1)
-
-
 def pieces(content: bytes) -> list[bytes]:
     """Splits a long text into pieces that are hashed one by one, between lines or words if it has any."""
     if len(content) <= PIECE:
@@ -113,13 +102,29 @@ def words_of(contents: Sequence[bytes]) -> Words:
 
     In scripts without spaces between words, each character is a word.
     """
-    text_pieces = [pieces(content) for content in contents]
-    flat = [piece for each in text_pieces for piece in each]
-    found = [_hash_words(flat[group]) for group in groups(len(piece) + 1 for piece in flat)]
-    hashes = np.concatenate([words.hashes for words in found])
-    before = np.cumsum([0] + [len(words.hashes) for words in found])
-    ends = np.concatenate([words.ends + start for words, start in zip(found, before[:-1], strict=True)])
-    return Words(hashes, ends[np.cumsum([len(each) for each in text_pieces]) - 1])
+    found = [(_hash_words(batch), texts) for batch, texts, _ in _batches(contents)]
+    counts = np.zeros(len(contents), np.int64)
+    for words, texts in found:
+        np.add.at(counts, texts, np.diff(words.ends, prepend=0))
+    return Words(np.concatenate([words.hashes for words, _ in found]), np.cumsum(counts))
+
+
+def _batches(contents: Sequence[bytes]) -> Iterator[tuple[list[bytes], Numbers, Numbers]]:
+    """Yields the pieces of texts that are hashed at once, `GROUP` bytes or one piece, with the number of the text of each, and the
+    byte of the text at which it begins."""
+    batch: list[bytes] = []
+    places: list[tuple[int, int]] = []
+    size = 0
+    for number, content in enumerate(contents):
+        offset = 0
+        for piece in pieces(content):
+            if batch and size + len(piece) + 1 > GROUP:
+                yield batch, *np.array(places).T
+                batch, places, size = [], [], 0
+            batch.append(piece)
+            places.append((number, offset))
+            offset, size = offset + len(piece), size + len(piece) + 1
+    yield batch, *np.array(places).T
 
 
 def _hash_words(contents: Sequence[bytes]) -> Words:
@@ -179,19 +184,11 @@ class Lines(NamedTuple):
 
 def lines_of(contents: Sequence[bytes]) -> Lines:
     """Returns the lines of each text of at least `MIN_LINE` bytes without surrounding white space."""
-    text_pieces = [pieces(content) for content in contents]
-    flat = [piece for each in text_pieces for piece in each]
-    counts = [len(each) for each in text_pieces]
-    texts = np.repeat(np.arange(len(contents)), counts)
-    sizes = np.array([len(piece) for piece in flat])
-    before = np.cumsum(sizes) - sizes
-    offsets = before - np.repeat(before[np.cumsum(counts) - counts], counts)  # of the pieces in their text
     found = []
-    for group in groups(len(piece) + 1 for piece in flat):
-        lines = _hash_lines(flat[group])
-        group_range = slice(group.start, group.start + len(flat[group]))
-        at, shift = texts[group_range][lines.texts], offsets[group_range][lines.texts]
-        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, at))
+    for batch, texts, offsets in _batches(contents):
+        lines = _hash_lines(batch)
+        shift = offsets[lines.texts]
+        found.append(Lines(lines.hashes, lines.starts + shift, lines.ends + shift, texts[lines.texts]))
     return Lines(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 

@@ -11,7 +11,6 @@ BANDS, ROWS = (
     14,
     8,
 )  # as FineWeb: a pair with similarity 0.75 shares a band with probability 0.77, one with 0.8 with 0.92
-BLOCK = 2**14  # shingles that are permuted at once: they stay in the cache
 
 Signatures = npt.NDArray[np.uint32]
 
@@ -29,28 +28,13 @@ def signatures_of(shingles: Words) -> Signatures:
     multipliers = _multipliers()
     counts = np.diff(shingles.ends, prepend=0)
     values = (shingles.hashes >> np.uint64(32)).astype(np.uint32)
-    signatures = np.full((len(multipliers), len(counts)), np.iinfo(np.uint32).max, np.uint32)
+    signatures = np.full((len(counts), len(multipliers)), np.iinfo(np.uint32).max, np.uint32)
     [filled] = np.nonzero(counts)
-    if not len(filled):
-        return signatures.T
-    starts = (shingles.ends - counts)[filled]
-    for first in range(0, len(values), BLOCK):
-        block = values[first : first + BLOCK]
-        # The texts that have shingles in this block, and where these begin in it.
-        low = int(np.searchsorted(starts, first, side="right")) - 1
-        high = int(np.searchsorted(starts, first + len(block)))
-        offsets = np.maximum(starts[low:high] - first, 0)
-        rows = (
-            slice(filled[low], filled[high - 1] + 1)
-            if high - low == filled[high - 1] + 1 - filled[low]
-            else filled[low:high]
-        )
-        permuted, smallest = np.empty_like(block), np.empty((len(multipliers), high - low), np.uint32)
+    if len(filled):
+        starts = (shingles.ends - counts)[filled]
         for number, multiplier in enumerate(multipliers):
-            np.multiply(block, multiplier, out=permuted)
-            np.minimum.reduceat(permuted, offsets, out=smallest[number])
-        signatures[:, rows] = np.minimum(signatures[:, rows], smallest)
-    return signatures.T
+            signatures[filled, number] = np.minimum.reduceat(values * multiplier, starts)
+    return signatures
 
 
 def band_keys(signatures: Signatures) -> Hashes:

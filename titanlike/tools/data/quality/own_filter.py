@@ -24,12 +24,12 @@ class OwnFilter:
     @property
     def takes_record(self) -> bool:
         """Whether the function takes the complete record: its first parameter is called `record`."""
-        return _load(self).takes_record
+        return _load(self)[1]
 
     def apply(self, text: str, record: dict[str, Any] | None, where: Callable[[], str]) -> str | None:
         """Returns the text of a document that is kept, and None for one that is removed. `where` names its file and line, for
         errors."""
-        function, takes_record = _load(self).function, self.takes_record
+        function, takes_record = _load(self)
         try:
             result = function(record if takes_record else text)
         except (Exception, SystemExit) as error:
@@ -50,12 +50,6 @@ class OwnFilter:
         )
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    function: Callable[[Any], Any]
-    takes_record: bool
-
-
 def open_filter(name: str) -> OwnFilter:
     """Checks a name `FILE.py:FUNCTION` and returns its filter."""
     file, separator, function = name.rpartition(":")
@@ -74,7 +68,7 @@ def _hash(name: str, file: Path) -> str:
 
 
 @lru_cache(maxsize=1)
-def _load(own: OwnFilter) -> _Loaded:
+def _load(own: OwnFilter) -> tuple[Callable[[Any], Any], bool]:
     file, _, name = own.name.rpartition(":")
     if _hash(own.name, Path(file)) != own.source:
         raise UserError(f"--filter {own.name}: {file} has changed since the command started; run the command again")
@@ -87,16 +81,7 @@ def _load(own: OwnFilter) -> _Loaded:
         functions = ", ".join(each for each, value in names.items() if inspect.isfunction(value)) or "none"
         raise UserError(f"--filter {own.name}: {file} has no function {name!r}; its functions: {functions}")
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):
-        return _Loaded(function, False)
-    required = [
-        each
-        for each in parameters
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) > 1 or not parameters:
-        raise UserError(
-            f"--filter {own.name}: {name} must take one argument: text, or record for all fields of the record"
-        )
-    return _Loaded(function, parameters[0].name == "record")
+        parameters = []
+    return function, parameters[:1] == ["record"]

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.data.documents.directory import DataDirectory
-from titanlike.utils.atomic_write import atomic_write_text
+from titanlike.tools.data.quality.hashing import Hashes, mix
 
 REPORT = "report.json"
 FORMAT = 1
@@ -38,92 +37,51 @@ Verdicts = npt.NDArray[np.uint8]  # code of the reason for which each document i
 
 
 @dataclass
-class Example:
-    """A removed document. `order` is a hash of its position, which draws the same sample whatever the number of workers."""
-
-    order: int
-    where: str  # file and line or row
-    text: str  # its beginning
-    detail: str = ""
-
-
-@dataclass
 class Tally:
-    """Documents that were removed, or changed, for one reason."""
+    """Documents that were removed, or changed, for one reason, and examples: `order`, `where`, `text` and `detail` of some."""
 
     documents: int = 0
     bytes: int = 0
-    examples: list[Example] = field(default_factory=list)
+    examples: list[dict[str, Any]] = field(default_factory=list)
 
-    def wants(self, order: int) -> bool:
-        """Whether a document with this order would be among the examples."""
-        return len(self.examples) < NUM_EXAMPLES or order < self.examples[-1].order
-
-    def count(self, num_bytes: int, example: Example | None = None) -> None:
-        """Adds one document, which is an example if `wants` says so."""
-        self.documents += 1
-        self.bytes += num_bytes
-        if example:
-            self.examples = _smallest([*self.examples, example])
+    def count(self, num_bytes: int, *examples: dict[str, Any]) -> None:
+        """Adds one document, perhaps as an example."""
+        self.add(Tally(1, num_bytes, [*examples]))
 
     def add(self, other: "Tally") -> None:
         """Adds the documents of another tally."""
         self.documents += other.documents
         self.bytes += other.bytes
-        self.examples = _smallest([*self.examples, *other.examples])
-
-
-def _smallest(examples: list[Example]) -> list[Example]:
-    return sorted(examples, key=lambda each: each.order)[:NUM_EXAMPLES]
+        if other.examples:
+            self.examples = sorted([*self.examples, *other.examples], key=lambda each: each["order"])[:NUM_EXAMPLES]
 
 
 Tallies = dict[str, Tally]
 
 
-class TallyTotals(Tallies):
-    """The sum of tallies."""
-
-    def add(self, tallies: Tallies) -> None:
-        """Adds the tallies of a work unit."""
-        for reason, tally in tallies.items():
-            self.setdefault(reason, Tally()).add(tally)
+def orders_of(units: npt.ArrayLike, positions: npt.ArrayLike) -> Hashes:
+    """Returns a hash of the position of each document, which draws the same examples whatever the number of workers."""
+    numbers: Hashes = np.asarray(units, np.uint64) << np.uint64(32) | np.asarray(positions, np.uint64)
+    return mix(numbers) >> np.uint64(1)
 
 
-def tallies_to_json(tallies: Tallies) -> dict[str, Any]:
-    """Returns tallies as values that JSON can hold."""
-    return {reason: asdict(tally) for reason, tally in tallies.items()}
+def report_of(
+    options: Mapping[str, Any], documents: Tallies, removed: Tallies, duplicates: Mapping[str, int]
+) -> dict[str, Any]:
+    """Returns the content of `report.json`.
 
-
-def tallies_from_json(values: Mapping[str, Any]) -> Tallies:
-    """Returns what `tallies_to_json` made values of."""
-    return {
-        reason: Tally(tally["documents"], tally["bytes"], [Example(**each) for each in tally["examples"]])
-        for reason, tally in values.items()
-    }
-
-
-@dataclass(frozen=True)
-class QualityReport:
-    """The content of `report.json`."""
-
-    options: dict[str, Any]  # of the stages, those that differ from the defaults
-    documents: (
-        Tallies  # "read", "kept", and if there are any "changed" by the own filter and "cleaned" of repeated lines
-    )
-    removed: Tallies  # for each reason
-    duplicates: dict[str, int]
-    """Documents that are copies of an earlier one: "exact", and "near" if these were looked for."""
-
-    def write(self, folder: Path) -> None:
-        """Writes the report into a folder of token shards."""
-        values: dict[str, Any] = {"format": FORMAT, "options": self.options}
-        for kind, tallies in (("documents", self.documents), ("removed", self.removed)):
-            values[kind] = tallies_to_json(tallies)
-            for tally in values[kind].values():
-                for example in tally["examples"]:
-                    del example["order"]
-        values["duplicates"] = self.duplicates
-        atomic_write_text(folder / REPORT, json.dumps(values, indent=1) + "\n")
+    Args:
+        options: Of the stages, those that differ from the defaults.
+        documents: "read", "kept", and if there are any "changed" by the own filter and "cleaned" of repeated lines.
+        removed: For each reason.
+        duplicates: Documents that are copies of an earlier one: "exact", and "near" if these were looked for.
+    """
+    values: dict[str, Any] = {"format": FORMAT, "options": options}
+    for kind, tallies in (("documents", documents), ("removed", removed)):
+        for tally in tallies.values():
+            tally.examples = [{name: each[name] for name in ("where", "text", "detail")} for each in tally.examples]
+        values[kind] = {reason: vars(tally) for reason, tally in tallies.items()}
+    return values | {"duplicates": duplicates}
 
 
 def read_report(path: str) -> dict[str, Any] | None:

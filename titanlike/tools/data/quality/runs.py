@@ -1,19 +1,20 @@
 """Sorted files of keys, which are merged range by range in bounded memory.
 
-A work unit writes one file of unique keys in ascending order, each with a number. The keys are hashes, so they are uniformly
-distributed: a part of the range of all keys has about the same share of every file, and is found by bisection.
+A work unit writes one file of unique keys in ascending order, and the number of each after all keys. The keys are hashes, so they
+are uniformly distributed: a part of the range of all keys has about the same share of every file, and is found by bisection.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlike.tools.data.quality.hashing import Hashes
-from titanlike.utils.atomic_write import atomic_writer, write_all
+from titanlike.utils.atomic_write import atomic_write_text
 
+RECORD = 12  # bytes of a key and its number
 MAX_RECORDS = 2**21  # of a part: about 100 MiB while it is merged
 
 
@@ -22,29 +23,17 @@ class MergedPart(NamedTuple):
 
     keys: Hashes  # (R,)
     numbers: npt.NDArray[np.uint32]  # (R,)
-    files: npt.NDArray[np.int32]  # (R,) index of the file of each, ascending
+    files: npt.NDArray[np.int64]  # (R,) index of the file of each, ascending
 
 
-def write_run(path: Path, keys: Hashes, numbers: npt.NDArray[np.uint32]) -> None:
+def write_run(path: Path, keys: Hashes, numbers: npt.NDArray[Any]) -> None:
     """Writes sorted keys and the number of each."""
-    with atomic_writer(path) as file:
-        write_all(file, np.array([len(keys)], "<u8").tobytes())
-        write_all(file, keys.astype("<u8", copy=False).tobytes())
-        write_all(file, numbers.astype("<u4", copy=False).tobytes())
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a file has as many records as it says."""
-    try:
-        with path.open("rb") as file:
-            return path.stat().st_size == 8 + 12 * int.from_bytes(file.read(8), "little")
-    except OSError:
-        return False
+    atomic_write_text(path, keys.astype("<u8").tobytes() + numbers.astype("<u4").tobytes())
 
 
 def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[MergedPart]:
     """Yields the records of all files by ranges of keys, in ascending order of the ranges."""
-    counts = [(path.stat().st_size - 8) // 12 for path in paths]
+    counts = [path.stat().st_size // RECORD for path in paths]
     num_parts = max(1, -(-sum(counts) // (max_records or MAX_RECORDS)))
     positions = [0] * len(paths)
     for number in range(1, num_parts + 1 if paths else 0):
@@ -53,14 +42,13 @@ def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[Mer
         keys, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         sizes = [len(keys) for keys, _ in found]
         positions = [begin + size for begin, size in zip(positions, sizes, strict=True)]
-        yield MergedPart(keys, numbers, np.repeat(np.arange(len(paths), dtype=np.int32), sizes))
+        yield MergedPart(keys, numbers, np.repeat(np.arange(len(paths)), sizes))
 
 
 def _read(path: Path, count: int, begin: int, stop: np.uint64 | None) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     """Returns the records of a file from an index on, up to a key."""
     if begin == count:
         return np.empty(0, np.uint64), np.empty(0, np.uint32)
-    keys = np.memmap(path, "<u8", "r", 8, (count,))
+    keys = np.memmap(path, "<u8", "r", shape=(count,))
     end = count if stop is None else int(np.searchsorted(keys, stop))
-    numbers = np.memmap(path, "<u4", "r", 8 + 8 * count, (count,))
-    return np.array(keys[begin:end]), np.array(numbers[begin:end])
+    return np.array(keys[begin:end]), np.fromfile(path, "<u4", end - begin, offset=8 * count + 4 * begin)
