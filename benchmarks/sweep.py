@@ -24,7 +24,7 @@ from benchmarks.figures import cpu_name
 from titanlike.distributed.launch_config import child_environment
 from titanlike.recipe.load import dump
 from titanlike.run.run_dir import versions
-from titanlike.tools.sweep.processes import read_records
+from titanlike.tools.metrics_file import read_records
 from titanlike.tools.sweep.results import draw_importance, read_results, table
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,11 @@ def start(sweep: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 def wait_for_trial(process: subprocess.Popen[bytes], folder: Path, number: int) -> int:
     """Waits until a trial has recorded a step. Returns it."""
-    while not (records := [record for path in folder.glob(f"*/*-{number:03}") for record in read_records(path)]):
+    while not (
+        records := [
+            record for path in folder.glob(f"*/*-{number:03}") for record in read_records(path / "metrics.jsonl")
+        ]
+    ):
         assert process.poll() is None, f"the sweep ended before trial {number} trained"
         time.sleep(0.1)
     return max(int(record["step"]) for record in records)

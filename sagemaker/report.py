@@ -16,6 +16,7 @@ from validation import request_errors
 
 from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe
+from titanlike.tools.metrics_file import read_records
 from titanlike.tools.planning.hardware import hardware_of_device
 from titanlike.tools.planning.plan import Plan, plan_or_none
 
@@ -144,11 +145,6 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, pl
             f"; the job saves and ends after --max-hours {job.max_hours:g}, `resume {shlex.quote(job.run)}` continues"
         )
     return [*lines, text]
-
-
-def read_records(metrics: Path) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl, whose last line may be truncated."""
-    return [json.loads(line) for line in metrics.read_bytes().decode().splitlines() if line.endswith("}")]
 
 
 def measured_speed(metrics: Path) -> float:

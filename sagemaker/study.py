@@ -15,7 +15,7 @@ from typing import Any
 
 from launch import EXAMPLE_BUCKET, REPOSITORY, bucket_of, launch  # first: it makes `titanlike` importable
 from options import build_parser
-from report import measured_speed, read_records
+from report import measured_speed
 from request import base_name
 from service import Clients, NotFound, make_clients
 
@@ -24,6 +24,7 @@ from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.start import Arguments
+from titanlike.tools.metrics_file import read_records
 
 # Tokens per second and GPU on 4 p5.48xlarge (32 H100), batch size 1 per GPU, sequence length 8,192.
 PUBLISHED = {"baseline": 6475, "compile": 7166, "float8": 8624, "float8_all_gather": 8950}

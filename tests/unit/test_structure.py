@@ -37,7 +37,7 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "trace"},
-    {"adapter", "arguments", "inference", "rich_console", "schema"},
+    {"adapter", "arguments", "inference", "metrics_file", "rich_console", "schema"},
 ]
 MAX_CORE_LINES = 29_010  # of the package without its tools; a change that adds to it says by how much, and why
 SOURCES = sorted(PACKAGE.rglob("*.py"))

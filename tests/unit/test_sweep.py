@@ -167,9 +167,11 @@ class FakeRun:
         if trial.number == 3:
             self.values[1] = (40, None)  # diverges
         self.fails = trial.number == 5
+        if trial.number == 1 and not self.file.exists():
+            self.file.write_text('{"step": 20, "validation_lo\n')  # a damaged line is left out
 
     def poll(self) -> int | None:
-        known = len(self.file.read_text().splitlines()) if self.file.exists() else 0
+        known = self.file.read_text().count("validation_loss") if self.file.exists() else 0
         if self.code is None and self.fails:
             self.code = 1
         elif self.code is None and known < len(self.values):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,9 @@ def add(commands: Any) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs to compare (default: runs/)")
     text = "run of which ratios are relative, listed first (default: the first one)"
     parser.add_argument("--baseline", type=Path, metavar="RUN", help=text)
-    text = "write a page with curves, throughput and recipe differences: one file, which needs no network"
+    text = (
+        "write a page with curves, throughput and recipe differences: one file, which needs no network; requires plotly"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE.html", help=text)
     text = "draw the losses and the throughput; requires matplotlib"
     parser.add_argument("--png", type=Path, metavar="FILE.png", help=text)
@@ -45,18 +48,16 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for option, suffix in (("html", ".html"), ("png", ".png")):
+    for option, suffix, package in (("html", ".html", "plotly"), ("png", ".png", "matplotlib")):
         path = getattr(arguments, option)
         if path is not None and path.suffix != suffix:
             raise UserError(f"--{option} {shown(str(path))}: give the name of a {suffix} file")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"--{option} {shown(str(path))}: directory {shown(str(path.parent))} does not exist")
+        if path is not None and find_spec(package) is None:
+            raise UserError(f'--{option} requires {package}; run: pip install "titanlike[plot]"')
     if arguments.watch and arguments.json:
         raise UserError("--watch updates a terminal and a page; leave out --json")
-    if arguments.png:
-        from titanlike.tools.planning.figure import require_matplotlib
-
-        require_matplotlib("--png")
     if arguments.watch:
         _watch(arguments)
         return

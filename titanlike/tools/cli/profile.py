@@ -72,6 +72,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    from titanlike.tools.metrics_file import read_records
     from titanlike.tools.planning.hardware import load_hardware
     from titanlike.tools.programs import load_known
     from titanlike.tools.trace import read_profile, traces
@@ -96,8 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     axis = axes[0] if len(axes) == 1 else "shard" if set(axes) == {"shard", "context"} else ""
     profiles = [read_profile(path, axis) for (first, _), path in found.items() if first == step]
     plan = _plan(recipe, num_ranks, hardware, facts)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = _measured(metrics, range(step, step + profiles[0].num_steps))
+    measured = _measured(read_records(folder / "metrics.jsonl"), range(step, step + profiles[0].num_steps))
     if arguments.json:
         print(json.dumps(_as_json(profiles, plan, measured), indent=1))
     else:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanlike.config import UserError
 from titanlike.tools.comparison.runs import ComparedRun
 from titanlike.tools.comparison.table import ratio
-from titanlike.tools.planning.figure import style
+from titanlike.tools.planning.figure import pyplot, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,27 +20,17 @@ MAX_NAME = 28
 
 def draw(runs: Sequence[ComparedRun], path: Path) -> None:
     """Draws training loss, validation loss and throughput."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     metrics = [name for name in ("loss", "validation_loss") if any(name in run.series for run in runs)]
     height = max(3.6, 1.2 + 0.3 * len(runs))
-    figure, all_axes = pyplot.subplots(
+    figure, all_axes = plt.subplots(
         1, len(metrics) + 1, figsize=(4.6 * (len(metrics) + 1), height), dpi=140, layout="constrained", squeeze=False
     )
     for axes, metric in zip(all_axes[0], metrics, strict=False):
         _draw_losses(axes, runs, metric)
     _draw_throughput(all_axes[0][-1], runs)
-    for axes in figure.axes:
-        style(axes)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise UserError(f"--png {path}: {error.strerror}; choose another file") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path, "--png")
+    plt.close(figure)
 
 
 def _draw_losses(axes: "Axes", runs: Sequence[ComparedRun], metric: str) -> None:

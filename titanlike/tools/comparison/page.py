@@ -1,62 +1,72 @@
-"""The comparison as one HTML file with its data, style and script. It opens from disk and needs no network."""
+"""The comparison as one HTML file with its data, style and scripts. It opens from disk and needs no network."""
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titanlike.tools.comparison.differences import differences
+from titanlike.tools.comparison.differences import KeyDifference, differences
 from titanlike.tools.comparison.runs import ComparedRun
 from titanlike.tools.comparison.series import Array, Series
-from titanlike.tools.comparison.table import problems, ratio
+from titanlike.tools.comparison.table import COLUMNS, problems
 
-SCRIPTS = ("page.js", "page_charts.js", "page_start.js")
 DIGITS = 6  # significant, of a value
 EXACT = 15  # of a step
 
 
 def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
     """Returns the page. It reloads itself every `refresh` seconds, unless that is 0."""
-    baseline = runs[0].summary
     data = {
         "refresh": refresh,
-        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
             {
                 "name": run.name,
-                "summary": asdict(run.summary) | {"ratio": ratio(run.summary, baseline)},
                 "axis": {
                     "step": _list(run.axis.steps, EXACT),
                     "tokens": _list(run.axis.tokens, EXACT),
-                    "seconds": _list(run.axis.seconds),
+                    "hours": _list(run.axis.seconds / 3600),
                 },
                 "series": {name: _series(series) for name, series in run.series.items()},
             }
             for run in runs
         ],
-        "differences": [asdict(each) for each in differences(runs)],
-        "problems": [note for run in runs for note in problems(run)],
     }
     names = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} others" if len(runs) > 3 else "")
-    # A name such as "</script>" must not end the element.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    status = escape(f"{len(runs)} runs, baseline {runs[0].name}; written {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    reload = f' <label><input type="checkbox" id="reload"> reload every {refresh:g} s</label>' if refresh else ""
+    cells = ([run.name, *(cell(run.summary, runs[0].summary) for cell in COLUMNS.values())] for run in runs)
     parts = {
         "title": escape(f"Comparison of {names}"),
-        "style": _file("page.css"),
-        "data": text,
-        "script": "\n".join(map(_file, SCRIPTS)),
+        "status": status + reload,
+        "summary": _table(["run", *COLUMNS], ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)),
+        "problems": "".join(f"<li>{escape(note)}</li>" for run in runs for note in problems(run)),
+        "differences": _table(["key", *(run.name for run in runs)], map(_difference_cells, differences(runs))),
+        "plotly": files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"),
+        # A name such as "</script>" must not end the element.
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
     }
-    head, *sections = _file("page.html").split("{{")
+    head, *sections = Path(__file__).with_name("page.html").read_text(encoding="utf-8").split("{{")
     return head + "".join(parts[name] + rest for name, _, rest in (section.partition("}}") for section in sections))
 
 
-def _file(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _table(names: Sequence[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def _difference_cells(difference: KeyDifference) -> str:
+    """Returns the cells of a key; values that differ from the baseline's are highlighted."""
+    cells = [
+        f"<td{'' if value == difference.values[0] else ' class=changed'}>{escape(value or 'not set')}</td>"
+        for value in difference.values
+    ]
+    return "".join([f"<th>{escape(difference.name)}</th>", *cells])
 
 
 def _series(series: Series) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Reads `metrics.jsonl`, also while a run appends to it."""
 
-import json
 import math
 from contextlib import suppress
 from operator import attrgetter
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+
+from titanlike.tools.metrics_file import parse_record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,9 +98,9 @@ class MetricsReader:
             return self._decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
-        try:  # NaN and Infinity, which other writers have
-            return msgspec.convert(json.loads(line, parse_constant=lambda _: None), Record)
-        except (msgspec.ValidationError, ValueError, RecursionError):
+        try:
+            return msgspec.convert(parse_record(line), Record)
+        except msgspec.ValidationError:
             return None
 
 

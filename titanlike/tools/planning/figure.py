@@ -4,30 +4,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlike.config import UserError
 from titanlike.tools.planning.memory import Usage
 from titanlike.tools.planning.plan import GIB, Plan
 from titanlike.tools.planning.report import CATEGORIES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#999999")
 MAX_LABELS = 24
 
 
-def require_matplotlib(option: str = "--figure") -> None:
-    """Raises `UserError` if matplotlib is missing, which an option of the command line requires."""
+def require_matplotlib() -> None:
+    """Raises `UserError` if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise UserError(f'{option} requires matplotlib; run: pip install "titanlike[plot]"')
+        raise UserError('--figure requires matplotlib; run: pip install "titanlike[plot]"')
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
     """Draws the memory of the pipeline rank that needs most over one step, by category."""
-    plt = _pyplot()
+    plt = pyplot()
     memory = plan.memory[plan.worst_rank]
     names = [field.name for field in fields(Usage)]
     rows = [[getattr(moment.usage, name) / GIB for moment in memory.moments] for name in names]
@@ -69,14 +66,14 @@ def draw_memory(plan: Plan, path: Path) -> None:
     axes.legend(
         handles[::-1], names_shown[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
     """Draws throughput, duration and cost over the number of GPUs."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    plt = _pyplot()
+    plt = pyplot()
     curves: list[tuple[str, Callable[[Plan], float]]] = [
         ("tokens/s per GPU", lambda plan: plan.tokens_per_second_per_gpu),
         ("hours of the run", lambda plan: plan.hours),
@@ -107,29 +104,26 @@ def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
         all_axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{plans[0].job.recipe.model.label()} on {plans[0].hardware.name}", fontsize=11)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Returns matplotlib.pyplot, for pictures without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    return pyplot
+    return plt
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, option: str = "--figure") -> None:
+    """Writes a picture in the project's style to the file that an option of the command line names."""
     for axes in figure.axes:
-        style(axes)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, bbox_inches="tight")
     except OSError as error:
-        raise UserError(f"--figure {path}: {error.strerror}; choose another file") from None
-
-
-def style(axes: "Axes") -> None:
-    """Applies the style of the project's pictures."""
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+        raise UserError(f"{option} {path}: {error.strerror}; choose another file") from None

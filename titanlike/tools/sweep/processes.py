@@ -1,6 +1,5 @@
 """The processes of trials: how they start on each backend, their GPUs, their metrics and their end. Does not import torch."""
 
-import json
 import math
 import os
 import signal
@@ -156,15 +155,6 @@ def wait_for_lock(path: Path) -> None:
                 print(f"waiting for {holder}, which trains in {path.parent}", flush=True)
             is_reported = True
             time.sleep(LOCK_POLL)
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of a run. Its last line may be incomplete."""
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.strip()]
 
 
 def values_of(records: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[int, float]]:

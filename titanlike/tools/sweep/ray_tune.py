@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.tools.metrics_file import read_records
 from titanlike.tools.sweep.config import SweepPlan
-from titanlike.tools.sweep.processes import read_records, start_run, values_of
+from titanlike.tools.sweep.processes import start_run, values_of
 from titanlike.tools.sweep.results import settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
 
@@ -109,7 +110,7 @@ def _train(config: dict[str, Any], plan: SweepPlan, folder: str, variables: Mapp
     while code is None:
         time.sleep(POLL_INTERVAL)
         code = run.poll()  # before the metrics are read
-        values = values_of(read_records(plan.run_path(number)), plan.sweep.metric)
+        values = values_of(read_records(plan.run_path(number) / "metrics.jsonl"), plan.sweep.metric)
         if values != reported or code is not None:
             error = run.error() if code else ""
             tune.report({"values": values, "value": values[-1][1] if values else 0.0, "code": code, "error": error})

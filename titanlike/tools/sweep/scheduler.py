@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.tools.metrics_file import read_records
 from titanlike.tools.sweep.config import SweepPlan, recipe_text
-from titanlike.tools.sweep.processes import STOPPED, TrialRun, read_records, slots, start_run, values_of
+from titanlike.tools.sweep.processes import STOPPED, TrialRun, slots, start_run, values_of
 from titanlike.tools.sweep.results import Trial, settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
 from titanlike.utils.atomic_write import atomic_write_text
@@ -147,12 +148,12 @@ class Scheduler:
 
     def _report(self, active: Active, *, force: bool) -> str:
         """Reports new metrics of a run. Returns why it is pruned, or an empty string."""
-        folder = self.plan.run_path(active.trial.number)
-        state = _file_state(folder / "metrics.jsonl")
+        metrics = self.plan.run_path(active.trial.number) / "metrics.jsonl"
+        state = _file_state(metrics)
         if state == active.file_state and not force:
             return ""
         active.file_state = state
-        records = read_records(folder)
+        records = read_records(metrics)
         active.last_step = max((record["step"] for record in records), default=0)
         return self.study.report(active.trial.number, values_of(records, self.plan.sweep.metric))
 

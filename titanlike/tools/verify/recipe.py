@@ -19,6 +19,7 @@ from titanlike.config.optimizer import Optimizer
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
 from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.tools.metrics_file import read_records
 from titanlike.tools.verify.batches import Batches, first_difference, read_batches
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.small_recipe import fitting_batch, float8_off, shrink
@@ -43,7 +44,7 @@ class Result:
         """Reads a run directory."""
         from titanlike.checkpoint.loader import read_whole  # imports torch
 
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        records = read_records(folder / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
         return cls(
             losses=[record["loss"] for record in steps],
