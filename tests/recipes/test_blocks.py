@@ -36,8 +36,8 @@ from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
-from titanlike.tools.cli import recipes
-from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
+from titanlike.tools.cli.command import refuse_unknown
+from titanlike.tools.cli.main import build_parser
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.config import load_sweep
@@ -123,9 +123,9 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
     if words[0] == "train":
         return train(words[1:], variables)
     arguments, overrides = build_parser().parse_known_args(words)
-    assert not overrides or words[0] in WITH_OVERRIDES
+    refuse_unknown(arguments, overrides)
     if words[:2] == ["recipes", "copy"]:  # the next lines use it
-        recipes.run(arguments)
+        arguments.run(arguments)
     elif words[0] == "import":
         IMPORTED.add(arguments.recipe.name)
     elif words[0] == "sweep" and arguments.sweep.suffix == ".toml":
