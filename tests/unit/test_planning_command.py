@@ -103,7 +103,9 @@ def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
         ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=16", "--search",
           "--parallelism.tensor=8", "--parallelism.pipeline=2"), "fits on 16 x H100 SXM 80 GB"),
         ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--parallelism.tensor=8",
-          "--parallelism.pipeline=2"), "no layout of 8 GPUs has parallelism.tensor = 8 and parallelism.pipeline = 2; use another"),
+          "--parallelism.pipeline=2"), "parallelism.pipeline x tensor = 2 x 8 = 16 does not divide the 8 processes"),
+        ((RECIPE, "--gpus=8", "--hardware=a100", "--search", "--float8.scaling=rowwise"),
+         'no layout of 8 GPUs has float8.scaling = "rowwise"; use another'),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(cli: Cli, arguments: tuple[str, ...], message: str) -> None:

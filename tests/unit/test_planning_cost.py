@@ -30,14 +30,14 @@ from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.finetune import FinetuneRecipe, lora_of
-from titanlike.tools.planning.collectives import Collective, Links
+from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.experts import largest_load
 from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.operators import Counts
 from titanlike.tools.planning.program import Program, load_program
 from titanlike.tools.planning.ranges import ANCHORED, RANGES, Range, anchored
-from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, StepTime, step_time
+from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
 from titanlike.tools.planning.workload import Passes, Workload
 
@@ -250,9 +250,34 @@ def test_hidden_and_exposed_communication_is_all_communication() -> None:
         assert (found.parts["exposed replicate"] > 0.1 * found.seconds) == (factor == 0.01)
 
 
-def test_neighbouring_stages_are_on_different_nodes_if_a_stage_fills_one() -> None:
-    send = Collective("send", "pipeline", "activations", 1, 10**9)
-    assert [Links(job(64, layout=dict(pipeline=n)), H100).spans_nodes(send) for n in (8, 64)] == [True, False]
+@pytest.mark.parametrize("replicate", [1, 4])
+def test_gradients_that_the_last_micro_batch_reduces_hide_behind_its_backward_pass_only(replicate: int) -> None:
+    layout = dict(gradient_sync="last_microbatch", reshard_after_forward="never", replicate=replicate)
+    plan, slow = job(64, microbatches=16, seq_len=1024, layout=layout), replace(H100, network_gb_per_second=2.0)
+    gradients = [each for each in traffic(plan, 0) if each.purpose == "gradients"]
+    rank = Rank(plan, slow, gradients, 0)
+    (backward,) = (seconds for (_, kind), seconds in rank.durations.items() if kind == "backward")
+    assert sum(rank.overlap[1].values()) == pytest.approx(backward)
+
+
+@pytest.mark.parametrize(
+    ("layout", "crossing"),
+    [
+        (dict(pipeline=8), [True] * 7),
+        (dict(tensor=4, pipeline=16), [False, True] * 7 + [False]),
+        (dict(tensor=4, pipeline=2, replicate=8), [True]),
+    ],
+)
+def test_a_transfer_between_nodes_takes_longer_than_one_within(layout: dict[str, int], crossing: list[bool]) -> None:
+    plan = job(64, microbatches=16, layout=layout)
+    links, size = Links(plan, H100), 537e6
+    within, between = (20e-6 + size / (rate * 1e9) for rate in (450 * H100.node_fraction, 50 * H100.single_fraction))
+    found = [links.transfer_seconds(size, rank, rank + 1) for rank in range(len(crossing))]
+    assert found == pytest.approx([between if crosses else within for crosses in crossing])
+    sends = [each for each in traffic(plan, 0) if each.kind == "send"]
+    assert all(links.spans_nodes(each) for each in sends)
+    slow = replace(H100, network_gb_per_second=1.0)
+    assert predict(plan, slow).parts["pipeline bubble"] > 1.5 * predict(plan).parts["pipeline bubble"]
 
 
 def test_experts_are_sharded_over_each_expert_parallel_group() -> None:

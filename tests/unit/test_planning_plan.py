@@ -14,14 +14,16 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of
+from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device, load_hardware
 from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
-from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, deciding_ranks, least_seconds, make_plan
+from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks, least_seconds, make_plan
 from titanlike.tools.planning.report import as_json, brief, layout_text
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.planning.search import SearchResult, search, write_recipe
+from titanlike.tools.planning.traffic import traffic
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 H100 = load_hardware("h100")
@@ -159,11 +161,13 @@ def test_a_model_that_no_number_of_gpus_can_hold_is_one_sentence() -> None:
 
 
 def test_axes_of_the_mesh_that_cross_nodes() -> None:
-    job = Job(recipe_of("llama3_70b"), 256)
-    assert not crosses_nodes(job, "tensor", H100) and crosses_nodes(job, "shard", H100)
-    assert crosses_nodes(job, "tensor", replace(H100, gpus_per_node=4))
-    inner = Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)
-    assert not crosses_nodes(inner, "shard", H100) and crosses_nodes(inner, "replicate", H100)
+    def crossing(job: Job, gpus_per_node: int = 8) -> set[str]:
+        links = Links(job, replace(H100, gpus_per_node=gpus_per_node))
+        return {each.axis for each in traffic(job, 0) if links.spans_nodes(each)}
+
+    assert crossing(Job(recipe_of("llama3_70b"), 256)) == {"shard"}
+    assert crossing(Job(recipe_of("llama3_70b"), 256), gpus_per_node=4) == {"tensor", "shard"}
+    assert crossing(Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)) == {"replicate"}
 
 
 def test_json_has_si_units_and_parts_that_add_up() -> None:
@@ -277,6 +281,21 @@ def test_sizes_of_expert_parallelism_are_searched() -> None:
     dense = recipe_of("llama3_8b")
     assert expert_sizes(dense, 64) == [1]
     assert not any("parallelism.expert" in changes for changes in single_changes(Job(dense, 32), H100))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(parallelism__replicate="8"),
+        dict(parallelism__context="8"),
+        dict(parallelism__pipeline="2", parallelism__pipeline_schedule="gpipe"),
+        dict(float8__scaling="rowwise"),
+    ],
+)
+def test_values_of_the_recipe_that_no_other_candidate_has_are_searched(keys: dict[str, str]) -> None:
+    fixed = {key.replace("__", ".") for key in keys} | {"parallelism.tensor", "training.local_batch_size"}
+    found = search(recipe_of("llama3_1b", **keys), 8, H100, check_recipe, fixed=fixed)
+    assert found.candidates > found.invalid
 
 
 def test_overridden_keys_are_not_searched() -> None:

@@ -76,7 +76,7 @@ def test_micro_batches_in_flight() -> None:
 
 
 def test_one_rank_accumulates_without_waiting() -> None:
-    times = simulate_time(order("1f1b", 1, 1, 3), durations(1), p2p=100.0)
+    times = simulate_time(order("1f1b", 1, 1, 3), durations(1), p2p=lambda *_: 100.0)
     assert times == (9.0, (0.0,))
 
 
@@ -87,6 +87,6 @@ def test_the_slowest_stage_and_the_transfers_determine_the_time() -> None:
     assert simulate_time(orders, slow).seconds == 1.0 + 3 * 6.0 + 2.0
     assert simulate_time(orders, slow).idle == (21.0 - 9.0, 3.0)
     # Micro-batches 0 and 2 are on the critical path, each there and back.
-    assert simulate_time(orders, durations(2), p2p=0.25).seconds == 12.0 + 4 * 0.25
+    assert simulate_time(orders, durations(2), p2p=lambda *_: 0.25).seconds == 12.0 + 4 * 0.25
     by_action = simulate_time(orders, lambda action: 10.0 if action.microbatch == 2 else 0.0)
     assert by_action.seconds == 40.0

@@ -266,7 +266,8 @@ def _search(request: Request, num_gpus: int) -> int:
     )
     request.progress.close()
     if not result.candidates:
-        fixed = text_of({key: value_of(request.recipe, key) for key in request.overrides if "parallelism." in key})
+        check_recipe(request.recipe, num_gpus)
+        fixed = text_of({key: value_of(request.recipe, key) for key in request.overrides if "." in key})
         raise UserError(
             f"no layout of {num_gpus} GPUs has {fixed}; use another number of GPUs, or leave out one of these"
         )

@@ -283,6 +283,11 @@ def _links(description: Description, timer: "Timer", base: Hardware | None, loca
         # A ring enters and leaves each node once, over the links of all its GPUs.
         description.add("network_gb_per_second", measured / local, f"{comment} Divided by the GPUs of a node.")
         description.add("network_fraction", 1.0, "Included.")
+        if local == 1:
+            description.add("single_fraction", 1.0, "Included: one rank per node.")
+        else:
+            slower = Hardware.single_fraction / Hardware.network_fraction
+            description.add("single_fraction", slower, "Not measured: relative to network_fraction as by default.")
         nodes = world // local
         added = max(0.0, latency - node_latency) / max(1, nodes - 1)
         description.add("network_latency_us", added * 1e6, f"Added by each of {nodes - 1} further nodes.")

@@ -90,10 +90,9 @@ class Links:
         )
 
     def spans_nodes(self, collective: Collective) -> bool:
-        """Whether some of its ranks are on different nodes."""
+        """Whether some of the ranks of a group are on different nodes."""
         size, distance = self.group(collective)
-        last = 2 if collective.kind in ("send", "receive") else size
-        return (last - 1) * distance >= self.hardware.gpus_per_node
+        return size > 1 and size * distance > self.hardware.gpus_per_node
 
     @property
     def _exchange_fraction(self) -> float:
@@ -106,6 +105,8 @@ class Links:
         size, distance = self.group(collective)
         if size == 1 or not collective.calls:
             return 0.0
+        if collective.kind in ("send", "receive"):  # between the ends of the pipeline
+            return collective.calls * self.transfer_seconds(collective.bytes / collective.calls, 0, size - 1)
         hardware = self.hardware
         bandwidth = hardware.node_gb_per_second * hardware.node_fraction * 1e9
         if not hardware.has_switch:  # each two GPUs have their own link
@@ -123,8 +124,6 @@ class Links:
                 outside = (size - local) / size / (network / local)
                 inside = (local - 1) / size / (bandwidth * self._exchange_fraction)
                 return collective.calls * latency + collective.bytes * max(outside, inside)
-        if collective.kind in ("send", "receive"):
-            return collective.calls * hardware.node_latency_us * 1e-6 + collective.bytes / bandwidth
         rounds = 2 if collective.kind == "all-reduce" else 1  # a reduce-scatter and an all-gather
         moved = float(collective.bytes)
         if not self.spans_nodes(collective):
@@ -132,3 +131,18 @@ class Links:
         if collective.kind == "all-to-all":
             bandwidth *= self._exchange_fraction
         return collective.calls * latency + rounds * moved * (size - 1) / size / bandwidth
+
+    def transfer_seconds(self, size: float, sender: int, receiver: int) -> float:
+        """Returns the time of a transfer of `size` bytes between two pipeline ranks. Those of some groups are on different nodes
+        although those of others are not: the slowest transfer counts."""
+        hardware, layout = self.hardware, self.job.layout
+        stride = layout.tensor * self.job.num_shards * layout.replicate
+        bandwidth = hardware.node_gb_per_second * hardware.node_fraction
+        if not hardware.has_switch:
+            bandwidth /= max(1, hardware.gpus_per_node - 1)
+        nodes = [
+            (first + sender * stride, first + receiver * stride) for first in range(min(stride, hardware.gpus_per_node))
+        ]
+        if any(one // hardware.gpus_per_node != other // hardware.gpus_per_node for one, other in nodes):
+            bandwidth = min(bandwidth, hardware.network_gb_per_second * hardware.single_fraction)
+        return hardware.node_latency_us * 1e-6 + size / (bandwidth * 1e9)

@@ -1,6 +1,5 @@
 """Memory, communication, time and cost of a recipe on a number of GPUs. Does not import torch."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,20 +153,6 @@ def make_plan(job: Job, hardware: Hardware, *, measured: bool = False) -> Plan:
 def deciding_ranks(plan: Plan) -> list[int]:
     """Returns the pipeline ranks that decide whether a job fits: the one that needs most memory, and the last one."""
     return sorted({plan.worst_rank, len(plan.memory) - 1})
-
-
-def crosses_nodes(job: Job, axis: str, hardware: Hardware) -> bool:
-    """Whether the collectives of a mesh axis leave a node. FSDP shards over the context-parallel ranks too."""
-    sizes = job.layout.dimensions()
-    if axis in ("expert", "expert_shard"):
-        number = job.layout.expert if axis == "expert" else job.num_expert_shards
-        span = sizes["tensor"] * (number if axis == "expert" else job.num_shards)
-        return number > 1 and span > hardware.gpus_per_node
-    names = list(sizes)
-    span = math.prod(sizes[name] for name in names[names.index(axis) :])
-    if sizes[axis] == 1 and not (axis == "shard" and sizes["context"] > 1):
-        return False
-    return span > hardware.gpus_per_node
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:

@@ -10,9 +10,10 @@ from rich.table import Table
 from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.advice import Advice, is_overhead, limits
 from titanlike.tools.planning.changes import text_of
+from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.memory import Usage
-from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, deciding_ranks
+from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks
 from titanlike.tools.planning.scaling import Mode, Point
 from titanlike.tools.planning.search import SearchResult
 
@@ -150,9 +151,10 @@ def _traffic_table(plan: Plan) -> Table:
     result = table(f"Communication of a GPU in a step{suffix}", "axis", "collective", "", "calls", "GiB", "links")
     for column in (1, 2):
         result.columns[column].justify = "left"
+    links = Links(plan.job, plan.hardware)
     for item in plan.traffic[rank]:
-        links = "nodes" if crosses_nodes(plan.job, item.axis, plan.hardware) else "one node"
-        result.add_row(item.axis, item.kind, item.purpose, f"{item.calls:,}", gib(item.bytes), links)
+        span = "nodes" if links.spans_nodes(item) else "one node"
+        result.add_row(item.axis, item.kind, item.purpose, f"{item.calls:,}", gib(item.bytes), span)
     if not plan.traffic[rank]:
         result.add_row("none")
     return result
@@ -289,7 +291,7 @@ def as_json(
 
 
 def _rank_as_json(plan: Plan, rank: int) -> dict[str, Any]:
-    memory = plan.memory[rank]
+    memory, links = plan.memory[rank], Links(plan.job, plan.hardware)
     return {
         "rank": rank,
         "peak_allocated_bytes": memory.allocated,
@@ -304,7 +306,7 @@ def _rank_as_json(plan: Plan, rank: int) -> dict[str, Any]:
                 "purpose": item.purpose,
                 "calls": item.calls,
                 "bytes": item.bytes,
-                "crosses_nodes": crosses_nodes(plan.job, item.axis, plan.hardware),
+                "crosses_nodes": links.spans_nodes(item),
             }
             for item in plan.traffic[rank]
         ],

@@ -89,13 +89,16 @@ def peak_in_flight(rank_actions: Sequence[Action]) -> int:
 
 
 def simulate_time(
-    orders: Order, durations: Mapping[tuple[int, Kind], float] | Callable[[Action], float], p2p: float = 0.0
+    orders: Order,
+    durations: Mapping[tuple[int, Kind], float] | Callable[[Action], float],
+    p2p: Callable[[int, int], float] = lambda sender, receiver: 0.0,
 ) -> Times:
     """Returns how long a step takes if each rank computes in its order and waits for the inputs of each computation.
 
     Args:
         durations: seconds of each action, by stage and kind or by action.
-        p2p: seconds from the end of a computation until its output has arrived at another rank. Sends do not delay the sender.
+        p2p: seconds from the end of a computation of a rank until its output has arrived at another rank. Sends do not delay the
+            sender.
     """
     duration = durations if callable(durations) else lambda action: durations[action.stage, action.kind]
     rank_of = {action.stage: rank for rank, rank_actions in enumerate(orders) for action in rank_actions}
@@ -125,7 +128,8 @@ def simulate_time(
                     done = ready.get(needed, ready.get(needed._replace(kind="backward_input")))
                     if done is None:
                         break
-                    arrivals.append(done + (p2p if rank_of[needed.stage] != rank else 0.0))
+                    sender = rank_of[needed.stage]
+                    arrivals.append(done + (p2p(sender, rank) if sender != rank else 0.0))
                 else:
                     seconds = duration(action)
                     clocks[rank] = max([clocks[rank], *arrivals]) + seconds

@@ -136,12 +136,12 @@ def _fitting(
     num_data_ranks = num_gpus // math.prod(layout[f"parallelism.{name}"] for name in ("tensor", "pipeline", "context"))
     share, rest = divmod(recipe.training.global_batch_size, num_data_ranks)
     sizes = [] if rest else divisors(share)
+    own = recipe.parallelism.pipeline_schedule
     schedules = (
-        [name for name in SCHEDULES if name != "gpipe"]
-        if layout["parallelism.pipeline"] > 1
-        else [recipe.parallelism.pipeline_schedule]
+        [name for name in SCHEDULES if name == own or name != "gpipe"] if layout["parallelism.pipeline"] > 1 else [own]
     )
-    float8 = FLOAT8 if hardware.float8_tflops else FLOAT8[:1]
+    own_float8 = {name: value_of(recipe, name) for name in FLOAT8[0]}
+    float8 = [*FLOAT8, *([own_float8] if own_float8 not in FLOAT8 else [])] if hardware.float8_tflops else FLOAT8[:1]
     for schedule, precision in product(schedules, float8):
         modes = list(CHECKPOINTING_MODES)
         for size in sizes:
@@ -179,16 +179,18 @@ def _fitting(
 
 
 def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Iterator[Changes]:
-    """Yields the sizes of all dimensions whose product is the number of GPUs: tensor parallelism within a node."""
+    """Yields the sizes of all dimensions whose product is the number of GPUs: tensor parallelism within a node, and sizes of the
+    recipe, which may have a reason."""
     parallelism = recipe.parallelism
     has_experts = isinstance(recipe.model, MoeConfig)
     pipelines = [size for size in divisors(num_gpus) if size <= recipe.model.num_layers]
     contexts = [
         size
         for size in divisors(num_gpus)
-        if size == 1 or (size <= MAX_CONTEXT and recipe.training.seq_len >= size * MIN_CHUNK)
+        if size in (1, parallelism.context) or (size <= MAX_CONTEXT and recipe.training.seq_len >= size * MIN_CHUNK)
     ]
-    for tensor, pipeline, context in product(divisors(hardware.gpus_per_node), pipelines, contexts):
+    tensors = sorted({*divisors(hardware.gpus_per_node), parallelism.tensor})
+    for tensor, pipeline, context in product(tensors, pipelines, contexts):
         data, rest = divmod(num_gpus, tensor * pipeline * context)
         if rest:
             continue
@@ -202,7 +204,8 @@ def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Itera
         if pipeline != parallelism.pipeline:
             changes |= {"parallelism.pipeline_split": (), "parallelism.pipeline_stages": 0}
         for replicate in divisors(data):
-            if replicate > 1 and num_gpus // pipeline // replicate < hardware.gpus_per_node:
+            within_node = num_gpus // pipeline // replicate < hardware.gpus_per_node
+            if within_node and replicate not in (1, parallelism.replicate):
                 continue  # a smaller group of shards saves no traffic between nodes
             shard = -1 if parallelism.shard == -1 else data // replicate
             sizes = changes | {"parallelism.replicate": replicate, "parallelism.shard": shard}

@@ -7,7 +7,7 @@ the critical path. FSDP's overlap with the computation of other blocks. Pipeline
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from titanlike.config.layout import blocks_of
 from titanlike.config.optimizer import MUON_STEPS
@@ -59,7 +59,7 @@ def step_time(job: Job, hardware: Hardware, traffic: Sequence[Sequence[Collectiv
         def duration(action: Action) -> float:
             return durations[action.stage, action.kind]
 
-        times = simulate_time(actions(job), duration, rank.p2p)
+        times = simulate_time(actions(job), duration, cache(rank.p2p))
         rank = min(ranks, key=lambda each: times.idle[each.index])
         bubble = times.idle[rank.index]
     exposed, hidden = rank.overlap
@@ -220,11 +220,11 @@ class Rank:
             found["expert"] = expert * share, expert * (1 - share)
         return found
 
-    @property
-    def p2p(self) -> float:
-        """Seconds of one transfer between pipeline ranks."""
+    def p2p(self, sender: int, receiver: int) -> float:
+        """Seconds of one transfer of activations between two pipeline ranks."""
         sends = [each for each in self.collectives if (each.kind, each.purpose) == ("send", "activations")]
-        return sum(map(Links(self.job, self.hardware).seconds, sends)) / max(1, sum(each.calls for each in sends))
+        size = sum(each.bytes for each in sends) / max(1, sum(each.calls for each in sends))
+        return Links(self.job, self.hardware).transfer_seconds(size, sender, receiver)
 
     @cached_property
     def overlap(self) -> tuple[Parts, Parts]:
@@ -245,8 +245,10 @@ class Rank:
         passes = (
             job.num_microbatches if job.layout.pipeline == 1 else max(1, min(calls // num_units, job.num_microbatches))
         )
-        reductions = job.num_microbatches if job.layout.pipeline == 1 else 1
-        free = {"forward": forward * passes, "backward": backward * reductions} if self.job.program.overlaps else {}
+        backwards = job.num_microbatches if job.layout.pipeline == 1 else 1
+        free = {"forward": forward * passes, "backward": backward * backwards, "last backward": backward}
+        if not job.program.overlaps:
+            free = dict.fromkeys(free, 0.0)
         exposed, hidden = dict[str, float](), dict[str, float]()
         for each in self.collectives:
             if each.purpose not in OVERLAPPED:
@@ -260,10 +262,12 @@ class Rank:
                 units = num_blocks if each.axis == "expert_shard" else num_units
                 in_forward = (seconds - ends) * min(1.0, units * passes / each.calls)
                 wanted = {"forward": in_forward, "backward": seconds - ends - in_forward}
+            once = each.axis == "replicate" or job.layout.gradient_sync == "last_microbatch"
             for phase, rest in wanted.items():
-                # Replicas reduce gradients in the last micro-batch only.
-                hides = min(rest, free.get(phase, 0.0), backward if each.axis == "replicate" else rest)
-                free[phase] = free.get(phase, 0.0) - hides
+                phases = [phase, *(["last backward"] if once and each.purpose == "gradients" else [])]
+                hides = min(rest, *(free[name] for name in phases))
+                for name in phases:
+                    free[name] -= hides
                 _add(hidden, {each.axis: hides})
                 _add(exposed, {f"exposed {each.axis}": rest - hides})
             _add(exposed, {f"exposed {each.axis}": ends})
