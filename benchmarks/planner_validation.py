@@ -27,14 +27,13 @@ from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory, with_program_loss
-from titanlike.tools.planning.ranges import MIXTURES, kind_of
+from titanlike.tools.planning.ranges import FEWEST, MIXTURES, OTHERS, kind_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
 
 GOALS = {"tokens per second": 0.15, "ratio": 0.05, "memory": 0.10}
 MIXTURE_GOAL = 0.3
 GIB = 2**30
-FEWEST = 6  # runs of a class that has a range of its own
 
 ROWS = [*published.ROWS, *published_others.ROWS]
 BY_NAME = {row.name: row for row in ROWS}
@@ -255,12 +254,15 @@ def order(predictions: Sequence[Prediction]) -> dict[str, int]:
 
 
 def ranges(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Returns for each class of runs the range that contains 90% of measured over predicted speeds, the source not fitted."""
+    """Returns for each class with enough runs, and for all dense runs with more than FSDP, the range that contains 90% of
+    measured over predicted speeds, the source not fitted."""
     found: dict[str, Any] = {}
-    for name in sorted({each.kind for each in predictions}):
-        alike = [each for each in predictions if each.kind == name]
-        if len(alike) < FEWEST and name != MIXTURES:  # with all dense runs that have not FSDP alone
-            alike = [each for each in predictions if each.kind != MIXTURES and "FSDP" not in each.kind]
+    classes: dict[str, list[Prediction]] = defaultdict(list)
+    for each in predictions:
+        classes[each.kind].append(each)
+    classes = {name: alike for name, alike in classes.items() if len(alike) >= FEWEST or name == MIXTURES}
+    classes[OTHERS] = [each for each in predictions if each.kind != MIXTURES and "FSDP" not in each.kind]
+    for name, alike in sorted(classes.items()):
         low, high = quantiles([1 / (1 + each.error) for each in alike])
         within = sum(low <= 1 / (1 + each.error) <= high for each in alike)
         errors = [abs(each.error) for each in alike]

@@ -36,7 +36,15 @@ from titanlike.tools.planning.hardware import Hardware, hardware_names, load_har
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.operators import Counts
 from titanlike.tools.planning.program import Program, load_program
-from titanlike.tools.planning.ranges import ANCHORED, RANGES, Range, anchored
+from titanlike.tools.planning.ranges import (
+    ANCHORED,
+    DENSE_ERRORS,
+    MIXTURE_ERRORS,
+    RANGES,
+    Errors,
+    Range,
+    anchored,
+)
 from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
 from titanlike.tools.planning.workload import Passes, Workload
@@ -414,6 +422,11 @@ def test_predictions_of_published_measurements_are_recorded() -> None:
     found = {name: Range(each["low"], each["high"], each["runs"]) for name, each in recorded["ranges"].items()}
     assert found == RANGES
     assert Range(**recorded["ratio_range"]) == ANCHORED
+    for models, errors in (("dense", DENSE_ERRORS), ("mixtures", MIXTURE_ERRORS)):
+        held_out, first = (
+            recorded["errors"][f"{models}, {kind}"] for kind in ("source not fitted", "when first compared")
+        )
+        assert errors == Errors(held_out["median"], held_out["number"], first["median"], first["number"])
 
 
 def test_conversations_are_masked_from_each_other() -> None:

@@ -20,7 +20,7 @@ from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
 from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks, least_seconds, make_plan
-from titanlike.tools.planning.report import as_json, brief, layout_text
+from titanlike.tools.planning.report import as_json, brief, layout_text, result_lines
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.planning.search import SearchResult, search, write_recipe
 from titanlike.tools.planning.traffic import traffic
@@ -168,6 +168,28 @@ def test_axes_of_the_mesh_that_cross_nodes() -> None:
     assert crossing(Job(recipe_of("llama3_70b"), 256)) == {"shard"}
     assert crossing(Job(recipe_of("llama3_70b"), 256), gpus_per_node=4) == {"tensor", "shard"}
     assert crossing(Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)) == {"replicate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "hardware", "runs", "errors"),
+    [
+        ("llama3_1b", {}, "h100", "90% of 41 published runs, held out: FSDP, Hopper and Ampere", "30.5% when 38 of"),
+        ("llama3_1b", {}, "l40s", "90% of 41 published runs, held out: FSDP, Hopper and Ampere; none of them on L40S 48 GB, whose "
+         "efficiency is not measured", "30.5% when 38 of"),
+        ("llama3_1b", {}, "b200", "all 6 published runs, held out: FSDP, newer GPUs", "30.5% when 38 of"),
+        ("llama3_1b", dict(parallelism__context="2"), "h100",
+         "90% of 47 published runs, held out: dense models with tensor, context or pipeline parallelism; fewer than 6 are of this "
+         "class (context, Hopper and Ampere)", "7.0%, held out; it had 30.5% when 38 of"),
+        ("mixtral_8x7b", {}, "h100", "all 5 published runs, held out: mixtures of experts", "127.0% when 5 of"),
+    ],
+)  # fmt: skip
+def test_a_range_names_the_published_runs_that_it_is_from(
+    name: str, keys: dict[str, str], hardware: str, runs: str, errors: str
+) -> None:
+    plan = make_plan(Job(recipe_of(name, **keys), 8), load_hardware(hardware))
+    _, range_line, errors_line, _ = result_lines(plan)
+    assert range_line.endswith(f": {runs}") and errors in errors_line
+    assert runs.partition("held out: ")[2].startswith(as_json(plan)["range_source"])
 
 
 def test_json_has_si_units_and_parts_that_add_up() -> None:

@@ -14,6 +14,7 @@ from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.memory import Usage
 from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks
+from titanlike.tools.planning.ranges import DENSE_ERRORS, FEWEST, MIXTURE_ERRORS, MIXTURES, range_name
 from titanlike.tools.planning.scaling import Mode, Point
 from titanlike.tools.planning.search import SearchResult
 
@@ -181,6 +182,7 @@ def result_lines(plan: Plan) -> list[str]:
         f"speed     {plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {plan.tokens_per_second:,.0f} in total, "
         f"MFU {plan.mfu:.1%}",
         f"range     {range_text(plan)}",
+        *([] if plan.measured else [f"errors    {errors_text(plan.kind)}"]),
         f"run       {training.steps:,} steps, {tokens:.3g} tokens: {cost_text(plan)}",
     ]
 
@@ -193,12 +195,23 @@ def range_text(plan: Plan) -> str:
     if plan.dollars is not None:
         dollars = f", ${number(plan.dollars / plan.range.high)} to ${number(plan.dollars / plan.range.low)}"
     if plan.measured:
-        source = f"90% of {plan.range.runs} ratios of published runs"
+        source = f"{plan.range.covered} ratios of published runs"
     else:
-        source = f"90% of {plan.range.runs} published runs of this class ({plan.kind}), held out"
-        if not plan.hardware.bfloat16:
+        name = range_name(plan.kind)
+        few = "" if name == plan.kind else f"; fewer than {FEWEST} are of this class ({plan.kind})"
+        source = f"{plan.range.covered} published runs, held out: {name}{few}"
+        if plan.hardware.efficiency == Hardware.efficiency:
             source += f"; none of them on {plan.hardware.name}, whose efficiency is not measured"
     return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {source}"
+
+
+def errors_text(kind: str) -> str:
+    """Returns the median error of plans of published runs, of mixtures or of dense models."""
+    errors, models = (MIXTURE_ERRORS, kind) if kind == MIXTURES else (DENSE_ERRORS, "dense models")
+    return (
+        f"the speed of {errors.runs} published runs of {models} has a median error of {errors.held_out:.1%}, held out; it had "
+        f"{errors.first:.1%} when {errors.first_runs} of them were first compared, before constants were fitted"
+    )
 
 
 def cost_text(plan: Plan) -> str:
@@ -260,7 +273,8 @@ def as_json(
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "class": plan.kind,
-        "class_runs": plan.range.runs,
+        "range_runs": plan.range.runs,
+        "range_source": "ratios" if plan.measured else range_name(plan.kind),
         "tokens_per_second_per_gpu_range": [
             plan.tokens_per_second_per_gpu * factor for factor in (plan.range.low, plan.range.high)
         ],
