@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefix", default=PREFIX, help=f"prefix of S3 keys and job names ({PREFIX})")
     add("--subnet", dest="subnets", metavar="ID", help="of a VPC; repeatable", **REPEATABLE)
     add("--security-group", dest="security_groups", metavar="ID", help="of the VPC; repeatable", **REPEATABLE)
-    add("--kms-key", default="", metavar="ID", help="key to encrypt disks and output")
+    add("--kms-key", default="", metavar="ID", help="key to encrypt code and output; instances encrypt their own disks")
     add("--tag", dest="tags", metavar="NAME=VALUE", type=_pair, help="tag of the job; repeatable", **REPEATABLE)
     add("--env", dest="environment", metavar="NAME=VALUE", type=_pair, help="variable; repeatable", **REPEATABLE)
     add = parser.add_argument_group("data").add_argument

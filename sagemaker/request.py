@@ -141,7 +141,6 @@ def request_for(job: Job) -> dict[str, Any]:
         "VolumeSizeInGB": job.volume_gb,
         "KeepAlivePeriodInSeconds": job.keep_alive * 60,
         "TrainingPlanArn": job.training_plan,
-        "VolumeKmsKeyId": job.kms_key,
     }
     stopping = {
         "MaxRuntimeInSeconds": round(job.max_hours * 3600),

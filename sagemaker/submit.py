@@ -164,7 +164,6 @@ def submit_with_estimator(request: dict[str, Any], session: Any, prefix: str) ->
         instance_type=resources["InstanceType"],
         instance_count=resources["InstanceCount"],
         volume_size=resources["VolumeSizeInGB"],
-        volume_kms_key=resources.get("VolumeKmsKeyId"),
         keep_alive_period_in_seconds=resources.get("KeepAlivePeriodInSeconds"),
         training_plan=resources.get("TrainingPlanArn"),
         max_run=request["StoppingCondition"]["MaxRuntimeInSeconds"],

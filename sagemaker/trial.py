@@ -9,9 +9,10 @@ the job, which saves a checkpoint first. If this process is killed, the job cont
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import launch  # first: it makes `titanlike` importable
 from job_status import JobStatus, describe, newest_job, stop
@@ -27,6 +28,10 @@ from titanlike.run.start import Arguments
 
 INTERVAL = 15.0  # seconds between polls of a job
 SIMULATION_INTERVAL = 0.5
+PATIENCE = 3600.0  # seconds without an answer of AWS
+STOP_PATIENCE = 60.0  # the same after a signal
+
+Answer = TypeVar("Answer")
 
 
 @command_line()
@@ -65,34 +70,51 @@ def run(arguments: Sequence[str], interval: float = INTERVAL) -> int:
         signal.signal(number, lambda *_: stopping.set())
     clients = make_clients(options.region)
 
-    def newest() -> JobStatus | None:
-        while True:
-            with suppress(TransientError):
-                return newest_job(clients, options.run, options.prefix)
-            ended.wait(interval)
+    def pause() -> None:
+        if stopping.is_set():
+            time.sleep(interval)
+        else:
+            stopping.wait(interval)
 
-    job = newest()
+    def answer_of(call: Callable[[], Answer]) -> Answer:
+        """Repeats a call until AWS answers. The job continues if this process gives up."""
+        start = time.monotonic()
+        while True:
+            try:
+                return call()
+            except TransientError as error:
+                if time.monotonic() - start > (STOP_PATIENCE if stopping.is_set() else PATIENCE):
+                    raise UserError(f"{error}; a job of run {options.run} that has started continues") from None
+            pause()
+
+    def newest() -> JobStatus | None:
+        return newest_job(clients, options.run, options.prefix)
+
+    def submitted() -> JobStatus:
+        if (job := newest()) is None or job.name == before:  # a new job is not listed at once
+            raise TransientError(f"the job of run {options.run} has been submitted, but is not listed")
+        return job
+
+    job = answer_of(newest)
     if job is None or not (job.is_active or job.status == "Completed"):
+        if stopping.is_set():
+            return EXIT_CODES["Stopped"]
         before = job.name if job else ""
         launch.launch(options, overrides)
-        while (job := newest()) is None or job.name == before:
-            ended.wait(interval)  # a new job is not listed at once
+        job = answer_of(submitted)
     elif other := [f"--{key}={value}" for key, value in overrides.items() if f"--{key}={value}" not in job.arguments]:
         raise UserError(
             f"{job.name} is a job of this run with other values than {other[0]}; choose another name of the sweep"
         )
+    name = job.name
     while True:
-        with suppress(TransientError):  # the job continues, and so does this process
-            status = _poll(clients, job.name, stopping.is_set())
-            fetch(options, folder)
-            if not status.is_active:
-                if status.reason:
-                    print(f"error: {status.reason}", file=sys.stderr)
-                return EXIT_CODES.get(status.status, 1)
-        if stopping.is_set():
-            ended.wait(interval)
-        else:
-            stopping.wait(interval)
+        status = answer_of(lambda: _poll(clients, name, stopping.is_set()))
+        answer_of(lambda: fetch(options, folder))
+        if not status.is_active:
+            if status.reason:
+                print(f"error: {status.reason}", file=sys.stderr)
+            return EXIT_CODES.get(status.status, 1)
+        pause()
 
 
 def _poll(clients: Clients, name: str, stopping: bool) -> JobStatus:

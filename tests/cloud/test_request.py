@@ -115,7 +115,6 @@ def test_everything_else() -> None:
     assert request["TrainingJobName"] == "lab-llama3-8b-20261122-101112"
     assert request["ResourceConfig"] == {
         "InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 500, "TrainingPlanArn": plan,
-        "VolumeKmsKeyId": "key",
     }  # fmt: skip
     assert request["OutputDataConfig"] == {"S3OutputPath": "s3://example/lab/output", "KmsKeyId": "key"}
     assert request["RetryStrategy"] == {"MaximumRetryAttempts": 3}

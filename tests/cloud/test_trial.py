@@ -104,6 +104,36 @@ def test_a_list_of_jobs_that_fails_for_a_moment_is_asked_for_again(
     assert len(submitted(aws)) == 1
 
 
+@pytest.mark.parametrize("function", ["newest_job", "describe", "fetch"])
+@pytest.mark.parametrize(("patience", "signalled"), [("PATIENCE", False), ("STOP_PATIENCE", True)])
+def test_a_trial_ends_if_aws_does_not_answer(
+    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, patience: str, signalled: bool
+) -> None:
+    """After `PATIENCE`, or earlier after a signal."""
+    job, calls = aws.running("lr-003", arguments=ARGUMENTS), list[None]()
+
+    def unavailable(*_: Any) -> Any:
+        calls.append(None)
+        assert len(calls) < 500, "does not end"
+        if len(calls) == 2 and signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise TransientError("no response from AWS")
+
+    monkeypatch.setattr(trial, patience, 0.05)
+    monkeypatch.setattr(trial, function, unavailable)
+    with pytest.raises(UserError, match=r"^no response from AWS; a job of run lr-003 that has started continues$"):
+        run_trial(tmp_path)
+    assert submitted(aws) == [job]
+
+
+def test_a_trial_that_is_stopped_before_its_job_is_not_submitted(
+    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "newest_job", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_trial(tmp_path) == 143
+    assert submitted(aws) == []
+
+
 def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
     job = aws.running("lr-003", arguments=ARGUMENTS)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
