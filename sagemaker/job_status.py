@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
-from instances import INSTANCE_TYPES
+from instances import InstanceType, find_instance_type, instance_types
 from request import CODE, OPT, PREFIX, base_name
 from service import Clients, NotFound
 
@@ -70,9 +70,20 @@ class JobStatus:
         seconds = self.seconds()
         return "" if seconds is None else clock(seconds)
 
+    @property
+    def instance_type(self) -> InstanceType | None:
+        """The instance type, or None if no hardware file describes it."""
+        name = self.resources.get("InstanceType", "")
+        return find_instance_type(name) if name in instance_types() else None
+
+    @property
+    def price_source(self) -> str:
+        """Region, kind, date and source of the price of `cost`."""
+        return self.instance_type.hardware.price_source if self.instance_type else ""
+
     def cost(self) -> str:
         """Returns the price of the job; empty if the instance type's price is unknown."""
-        instance_type = INSTANCE_TYPES.get(self.resources.get("InstanceType", ""))
+        instance_type = self.instance_type
         if self.resources.get("TrainingPlanArn"):
             return "prepaid"
         if instance_type is None or instance_type.price is None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from instances import PRICE_SOURCE
 from job_status import JobStatus, clock, command, describe, find_job, job_names, resume_request, stop
 from logs import GROUP
 from request import PREFIX, TIMESTAMP, base_name
@@ -113,8 +112,8 @@ def table(jobs: Sequence[JobStatus], prefix: str, region: str) -> str:
         rows.append((job.name, _state(job), job.instances, start, job.duration(), job.cost()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if any("$" in job.cost() for job in jobs):
-        lines.append(f"\nprices: {PRICE_SOURCE}")
+    if sources := {job.price_source for job in jobs if "$" in job.cost()}:
+        lines.append(f"\nprices: {'; '.join(sorted(sources))}")
     return "\n".join(lines)
 
 
@@ -131,7 +130,7 @@ def details(job: JobStatus, region: str) -> str:
         "created": f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         "duration": job.duration(),
         "billed": "" if billed is None or job.is_active else f"{billed:,} seconds per instance{saved}",
-        "cost": f"{cost} ({PRICE_SOURCE})" if "$" in cost else cost,
+        "cost": f"{cost} ({job.price_source})" if "$" in cost else cost,
         **job.locations(),
         "logs": f"{GROUP}, {job.name}/",
     }

@@ -5,19 +5,15 @@ import json
 import shlex
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bundle import Bundle
-from instances import PRICE_SOURCE
 from request import Job
 from validation import request_errors
 
 from titanlike.config import UserError
-from titanlike.recipe import PretrainRecipe
 from titanlike.tools.metrics_file import read_records
-from titanlike.tools.planning.hardware import hardware_of_device
 from titanlike.tools.planning.plan import Plan, plan_or_none
 
 GIB = 2**30
@@ -25,20 +21,20 @@ GIB = 2**30
 
 def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundle: Bundle) -> str:
     """Returns the report."""
-    recipe, hardware = bundle.recipe, job.instance_type
-    num_gpus = job.num_instances * hardware.num_gpus
+    recipe, hardware = bundle.recipe, job.instance_type.hardware
+    num_gpus = job.num_instances * hardware.gpus_per_node
     layout = ", ".join(f"{k} {n}" for k, n in recipe.parallelism.resolve(num_gpus).dimensions().items() if n > 1)
     training = recipe.training
     num_tokens = training.num_tokens(training.steps)
     efa = ", connected by EFA" if "FI_PROVIDER" in request["Environment"] else ""
     sizes = {name: len(content) for name, content in bundle.contents.items()}
-    plan = plan_of(recipe, num_gpus, job)
+    plan = plan_or_none(recipe, num_gpus, hardware)
     lines = [
         f"job         {job.name}, of run {job.run}",
         *price_lines(options, job, num_tokens / num_gpus, plan),
-        f"instances   {job.num_instances} x {hardware.name}: {num_gpus} x {hardware.gpu}, {hardware.gpu_gib} GiB each{efa}",
+        f"instances   {job.num_instances}, {num_gpus} GPUs: {hardware.name}, {hardware.memory_gib:g} GiB each{efa}",
         f"layout      {layout or 'one process'}; valid for {num_gpus} processes",
-        memory_line(recipe, num_gpus, job),
+        *(memory_lines(plan, job) if plan else []),
         *plan_lines(plan),
         f"batch       {training.global_batch_size} sequences x {training.seq_len:,} tokens, {training.steps:,} steps: "
         f"{num_tokens:.3g} tokens",
@@ -77,34 +73,17 @@ def _validate(request: dict[str, Any]) -> str:
     return "valid according to botocore's model of the service"
 
 
-def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
-    """Returns the memory of the sharded training state, without that of LoRA, and refuses one that exceeds a GPU's memory."""
-    if recipe.parallelism.cpu_offload:
-        return "memory      weights, gradients and optimizer state in host memory (parallelism.cpu_offload)"
-    layout = recipe.parallelism.resolve(num_gpus)
-    shards = layout.shard * layout.context * layout.tensor * layout.pipeline
-    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
-    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
-    state, what = weight + weight + moments, "weights, gradients and optimizer state"  # bytes per parameter
-    if not recipe.trains_all_weights:
-        state, what = weight, "weights"
-    count, limit = recipe.model.num_parameters(), job.instance_type.gpu_gib
-    size = state * count / shards / GIB
-    text = f"{state} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
-    if size > limit:
+def memory_lines(plan: Plan, job: Job) -> list[str]:
+    """Returns the planned memory, and refuses a training state that exceeds a GPU's memory."""
+    moments = (moment.usage for memory in plan.memory for moment in memory.moments)
+    state = max(usage.parameters + usage.gradients + usage.optimizer for usage in moments) / GIB
+    limit, what = job.instance_type.hardware.memory_gib, "weights, gradients and optimizer state"
+    if state > limit:
         raise UserError(
-            f"{what} do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "
-            "use more instances, a larger parallelism.shard, or optimizer.state_dtype = '8bit'"
+            f"{what} do not fit: {state:.3g} GiB on a GPU, but one of {job.instance_type.name} has {limit:g} GiB; use more "
+            "instances, a larger parallelism.shard, or optimizer.state_dtype = '8bit'"
         )
-    return f"memory      {text} of {limit} GiB per GPU, without activations"
-
-
-def plan_of(recipe: PretrainRecipe, num_gpus: int, job: Job) -> Plan | None:
-    """Returns the plan of the recipe on the job's instances, or None if their GPU has no description."""
-    hardware = hardware_of_device(job.instance_type.gpu, job.instance_type.gpu_gib)
-    if hardware is None:
-        return None
-    return plan_or_none(recipe, num_gpus, replace(hardware, gpus_per_node=job.instance_type.num_gpus))
+    return [f"memory      {state:.3g} GiB of {what} per GPU, without activations"]
 
 
 def plan_lines(plan: Plan | None) -> list[str]:
@@ -125,7 +104,7 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, pl
         lines = [f"price       unknown for {job.instance_type.name}; set --price"]
     else:
         hourly = price * job.num_instances
-        source = "--price" if options.price else PRICE_SOURCE
+        source = "--price" if options.price else job.instance_type.hardware.price_source
         spot = "; spot instances cost less" if job.spot else ""
         lines = [
             f"price       ${hourly:,.2f} an hour ({job.num_instances} x ${price:,.2f}, {source}); at most "

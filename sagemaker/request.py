@@ -198,14 +198,14 @@ def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
 def container_environment(job: Job) -> dict[str, str]:
     """Returns the container's environment variables; the user's values take precedence."""
     variables = {"NCCL_DEBUG": "WARN"}
-    if job.instance_type.efa and job.num_instances > 1:
+    if job.instance_type.hardware.efa and job.num_instances > 1:
         # Without it, if EFA is unavailable, NCCL silently falls back to sockets, which are 100 times slower.
         variables["FI_PROVIDER"] = "efa"
         if job.instance_type.name.startswith("ml.p"):
             variables["FI_EFA_USE_DEVICE_RDMA"] = "1"  # GPUDirect RDMA
     if job.smoke:
         variables["SMOKE_GPUS"] = str(job.instance_type.num_gpus)
-        variables["SMOKE_EFA"] = "1" if job.instance_type.efa else ""
+        variables["SMOKE_EFA"] = "1" if job.instance_type.hardware.efa else ""
     return variables | job.environment
 
 

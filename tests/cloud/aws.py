@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from botocore.exceptions import EndpointConnectionError
-from instances import INSTANCE_TYPES
+from instances import find_instance_type
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
 from request import TIMESTAMP, Job, request_for
@@ -65,7 +65,7 @@ class Aws:
         timestamp = (START + timedelta(seconds=next(self._stamps))).strftime(TIMESTAMP)
         settings: dict[str, Any] = {
             "arguments": ("recipe.toml",),
-            "instance_type": INSTANCE_TYPES["ml.p5.48xlarge"],
+            "instance_type": find_instance_type("ml.p5.48xlarge"),
             "num_instances": 2,
             "role": f"arn:aws:iam::{ACCOUNT}:role/job",
             "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/image:1",

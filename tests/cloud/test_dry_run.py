@@ -58,7 +58,8 @@ def test_dry_run_report() -> None:
             break
     assert done.returncode == 0, done.stderr
     for text in (
-        "4 x ml.p5.48xlarge: 32 x H100, 80 GiB each, connected by EFA", "16 bytes x 8.03 billion parameters / 32 shards = 3.74 GiB",
+        "4, 32 GPUs: H100 SXM 80 GB (ml.p5.48xlarge), 79.1 GiB each, connected by EFA",
+        "memory      3.74 GiB of weights, gradients and optimizer state per GPU",
         "$253.20 an hour (4 x $63.30, us-east-1, on-demand, 2026-09, unofficial); at most $6,076.80 in --max-hours 24",
         "full run    10.6 hours, $2,672.41, at 8,624 tokens/s per GPU", "recipes/pretrain.py",
         "request     valid according to botocore's model of the service",
@@ -98,11 +99,32 @@ def test_files_beside_the_recipe_and_channels(tmp_path: Path) -> None:
         "--checkpoint.initial=/opt/ml/input/data/checkpoint_initial", "--run.dir=/opt/ml/checkpoints",
     ):  # fmt: skip
         assert f'"{argument}"' in done.stdout
-    assert "4 bytes x 8.03 billion parameters / 1 shards" in done.stdout  # LoRA trains none of them
+    assert "memory      15.6 GiB of weights" in done.stdout  # LoRA trains none of them
     mixed = ("--channel=data.mixture=s3://a/x", "--channel=data.mixture=s3://a/y", DATA[1])
     done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *mixed)
     assert done.returncode == 0, done.stderr
     assert "--data.path=" in json.loads(done.stdout)["AlgorithmSpecification"]["ContainerArguments"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["llama3_8b", "--instances=8", "--instance-type=ml.p4de.24xlarge"], ["; 2,764 tokens/s per GPU", "(8 x $31.56, "]),
+        (["llama3_8b", "--instances=16", "--instance-type=p5.4xlarge"], ["; 928 tokens/s per GPU", "(16 x $7.91, "]),
+        (  # Muon has one moment: with two, the state would not fit
+            ["llama3_70b", "--instances=3", "--instance-type=p4d.24xlarge", "--training.global_batch_size=192",
+             "--optimizer.groups=[{pattern='layers', optimizer='muon'}, {pattern='*'}]"],
+            ["memory      33.2 GiB of weights, gradients and optimizer state per GPU"],
+        ),
+    ],
+)  # fmt: skip
+def test_plans_are_for_the_instance_type(
+    arguments: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch, program: Cli
+) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe, *others = arguments
+    printed = program(launch.main, f"train_configs/{recipe}.toml", "--dry-run", *DATA, *others)
+    assert [text for text in texts if text not in printed.out] == []
 
 
 def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import job_status
 import jobs
 import pytest
-from instances import INSTANCE_TYPES, PRICE_SOURCE
+from instances import find_instance_type
 from job_status import active_job, find_job, job_names, newest_job, resume_request
 from jobs import list_jobs, run, table
 from request import Channel, base_name
@@ -56,7 +56,7 @@ def test_list_has_jobs_of_the_prefix_newest_first(aws: Aws, capsys: pytest.Captu
     assert [rows[1][i] for i in (0, 1, 5)] == [names[2], "InProgress: Training", "$126.60 so far"]  # 2 x 63.30
     assert rows[2] == [names[1], "InProgress: Starting", "2 x ml.p5.48xlarge", "not yet", "$0.00 so far"]
     assert rows[3] == [names[0], "Completed", "2 x ml.p5.48xlarge", start, "1:00:00", "$126.60"]
-    assert lines[4:] == ["", f"prices: {PRICE_SOURCE}"]
+    assert lines[4:] == ["", "prices: us-east-1, on-demand, 2026-09, unofficial"]
     calls = [parameters for name, parameters in aws.calls if name == "ListTrainingJobs"]
     assert {parameters["SortOrder"] for parameters in calls} == {"Descending"}
     assert len(output(capsys, "list", "--limit", "2").splitlines()) == 5
@@ -91,7 +91,7 @@ def test_pages_are_read_up_to_the_limit(aws: Aws) -> None:
         ({"spot": True}, {}, "at most $253.20"),
         ({"spot": True}, {"billable_time_in_seconds": 1800}, "$63.30"),
         ({"training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/p"}, {}, "prepaid"),
-        ({"instance_type": INSTANCE_TYPES["ml.p5en.48xlarge"]}, {}, ""),
+        ({"instance_type": find_instance_type("ml.p5en.48xlarge")}, {}, ""),
     ],
 )
 def test_cost(aws: Aws, changes: dict[str, Any], status: dict[str, Any], cost: str) -> None:
@@ -128,7 +128,7 @@ def test_describe(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
         f"  created      {start:%Y-%m-%d %H:%M:%S}\n"
         "  duration     1:00:00\n"
         "  billed       1,260 seconds per instance, 65% saved by spot\n"
-        f"  cost         $44.31 ({PRICE_SOURCE})\n"
+        f"  cost         $44.31 (us-east-1, on-demand, 2026-09, unofficial)\n"
         f"  code         s3://a-bucket/titanlike/code/{job}\n"
         "  checkpoints  s3://a-bucket/titanlike/checkpoints/my.run\n"
         "  run folder   s3://a-bucket/titanlike/runs/my.run\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from bundle import make_bundle
-from instances import INSTANCE_TYPES
+from instances import find_instance_type
 from request import Job, request_for
 from simulate import Simulation
 
@@ -26,7 +26,7 @@ from titanlike.checkpoint.loader import read_whole
 
 DEBUG = ROOT / "train_configs/debug.toml"
 JOB = Job(
-    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,
+    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=find_instance_type("ml.p5.48xlarge"), num_instances=2,
     region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="example", image="image",
 )  # fmt: skip
 

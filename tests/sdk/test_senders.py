@@ -21,7 +21,7 @@ import boto3
 import pytest
 import sagemaker_estimator as example
 import submit
-from instances import INSTANCE_TYPES
+from instances import find_instance_type
 from moto.server import ThreadedMotoServer
 from request import Channel, Job, request_for
 
@@ -31,7 +31,7 @@ PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
 
 JOB = Job(
     run="run", timestamp="20261122-101112", arguments=("recipe.toml", "--sample.prompt=it's a $HOME"),
-    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="example",
+    instance_type=find_instance_type("ml.p5.48xlarge"), num_instances=4, region="us-east-1", role=ROLE, bucket="example",
     image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
     channels=(Channel("data.path", "s3://tokens/c4", "FastFile"),),
 )  # fmt: skip

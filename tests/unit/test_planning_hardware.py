@@ -33,7 +33,8 @@ def write(folder: Path, text: str) -> str:
 
 def test_the_hardware_of_the_documentation_is_shipped() -> None:
     assert {*hardware_names()} >= {
-        *["h100", "h100_96gb", "h200", "b200", "a100", "a100_40gb", "mi300x", "l40s", "v100", "t4"]
+        *["h100", "h100_96gb", "h200", "b200", "a100", "a100_40gb", "mi300x", "l40s", "v100", "t4"],
+        *["ml.p5.48xlarge", "ml.p4de.24xlarge", "ml.p5.4xlarge"],
     }
 
 
@@ -41,12 +42,14 @@ def test_the_hardware_of_the_documentation_is_shipped() -> None:
 def test_shipped_files(name: str) -> None:
     hardware = load_hardware(name)
     assert load_hardware(str(FILES / f"{name}.toml")) == hardware
-    assert hardware.float32_tflops < (hardware.tf32_tflops or hardware.bf16_tflops / 2) < hardware.bf16_tflops
+    assert hardware.float32_tflops <= (hardware.tf32_tflops or hardware.bf16_tflops / 2) < hardware.bf16_tflops
     assert hardware.bfloat16 == (name.partition("_")[0] not in ("v100", "t4"))
     assert not hardware.float8_tflops or 1.9 < hardware.float8_tflops / hardware.bf16_tflops < 2.1
     assert hardware.network_gb_per_second < hardware.node_gb_per_second < hardware.memory_gb_per_second
     assert hardware.attention_backward < hardware.attention_forward < hardware.gemm_fraction
     assert hardware.gpu_watts > 0
+    if name.startswith("ml."):
+        assert name in hardware.name and bool(hardware.price_source) == (hardware.dollars_per_gpu_hour > 0)
 
 
 def test_a_file_with_the_required_keys(tmp_path: Path) -> None:
@@ -72,7 +75,7 @@ def test_hardware_without_bfloat16_takes_float16(name: str, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, b200, gb200, h100, "),
+        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, a10g, b200, gb200, h100, "),
         ("tpu", "--hardware tpu is unknown; use a100, "),
         ("none/such.toml", "--hardware none/such.toml cannot be read: No such file or directory"),
     ],
@@ -92,7 +95,7 @@ def test_unknown_hardware(name: str, message: str) -> None:
         ("gpus_per_node = 0.5", "gpus_per_node = 0.5 is not valid: input should be a valid integer"),
         ("efficiency = 1e-308", "efficiency = 1e-308 is not valid: input should be greater than"),
         ("launch_us = 1e-308", "launch_us = 1e-308 is not valid: it must be 0 or at least 1e-06"),
-        ('name = "a\\u001b[2J"', "is not valid: it must be a name without control characters"),
+        ('name = "a\\u001b[2J"', "is not valid: it must not contain control characters"),
     ],
 )
 def test_an_invalid_value(tmp_path: Path, line: str, message: str) -> None:
@@ -128,6 +131,10 @@ def test_a_file_extends_a_shipped_one(tmp_path: Path) -> None:
     found, base = load_hardware(str(file)), load_hardware("h100")
     assert found == dataclasses.replace(base, network_gb_per_second=25.0)
     assert base.has_switch and not load_hardware("h200_nodes_of_4").has_switch
+    file.write_text('extends = "ml.p5.4xlarge"\ndollars_per_gpu_hour = 5\n')
+    found = load_hardware(str(file))
+    assert found == dataclasses.replace(load_hardware("ml.p5.4xlarge"), dollars_per_gpu_hour=5.0)
+    assert (found.gpus_per_node, found.network_gb_per_second, found.bf16_tflops) == (1, 12.5, base.bf16_tflops)
     file.write_text('extends = "h10"\n')
     with pytest.raises(UserError, match='extends = "h10" is not a shipped file; use one of a100, '):
         load_hardware(str(file))

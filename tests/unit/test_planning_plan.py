@@ -231,7 +231,9 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_tokens() -> None:
         ("Tesla T4", 14.58, "T4"),
         ("NVIDIA H100 PCIe", 79.1, None),
         ("NVIDIA H200 MIG 1g.18gb", 16.0, None),
-        ("NVIDIA A10G", 22.0, None),
+        ("NVIDIA A10G", 22.0, "A10G 24 GB"),
+        ("NVIDIA L4", 22.0, "L4 24 GB"),
+        ("NVIDIA A10", 22.0, None),
         ("AMD EPYC", 80.0, None),
     ],
 )

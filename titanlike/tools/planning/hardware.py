@@ -32,7 +32,7 @@ def _zero_or_more_than_least(value: float) -> float:
 
 def _without_control_characters(name: str) -> str:
     if has_control_characters(name):
-        raise ValueError("it must be a name without control characters")
+        raise ValueError("it must not contain control characters")
     return name
 
 
@@ -120,6 +120,10 @@ class Hardware:
     """Measured over predicted speed of training in float8."""
     dollars_per_gpu_hour: RateOrZero = 0.0
     """Price of a GPU for an hour. 0: unknown."""
+    price_source: Annotated[str, Field(max_length=100), AfterValidator(_without_control_characters)] = ""
+    """Region, kind, date and source of this price."""
+    efa: bool = False
+    """Whether nodes are connected by AWS's Elastic Fabric Adapter, which SageMaker jobs then require."""
     gpu_watts: RateOrZero = 0.0
     """Power of a GPU. 0: unknown."""
 
@@ -187,7 +191,10 @@ def _extended(values: dict[str, Any], folder: Path, file: str) -> dict[str, Any]
     base, names = values["extends"], sorted(file.stem for file in folder.glob("*.toml"))
     if base not in names:
         raise UserError(f"{file}: extends = {show_value(base)} is not a shipped file; use one of {', '.join(names)}")
-    return tomli.loads((folder / f"{base}.toml").read_text()) | {key: values[key] for key in values if key != "extends"}
+    inherited = tomli.loads((folder / f"{base}.toml").read_text())
+    if "extends" in inherited:
+        inherited = _extended(inherited, folder, file)
+    return inherited | {key: values[key] for key in values if key != "extends"}
 
 
 def _message(file: str, keys: list[str], detail: dict[str, object]) -> str:
