@@ -128,6 +128,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "RoPE theta": (config(rope_parameters={"rope_theta": []}), "rope_theta = 500000.0, but transformers reads rope_theta = [];"),
     "tied text": (config(tie_word_embeddings="false"), "config.json: tied_head: Input should be a valid boolean; correct it"),
     "many layers": (config(num_hidden_layers=9999), "the checkpoint lacks model.layers."),
+    "too many layers": (config(num_hidden_layers=10**12), "num_hidden_layers = 1000000000000 is more than 10,000; download"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from titanlike.config import UserError
 from titanlike.config.base import MAX_PART, shown
-from titanlike.models.common.config import TransformerConfig, equal
+from titanlike.models.common.config import MAX_LAYERS, TransformerConfig, equal
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -50,6 +50,9 @@ def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...])
         raise UserError(
             f"{file}: the weights are quantized, and not in MXFP4; use a folder with float32, float16 or bfloat16 weights"
         )
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # before lists of this length are made
+        raise UserError(f"{file}: num_hidden_layers = {layers} is more than {MAX_LAYERS:,}; download the file again")
     try:
         config = known[found].from_hugging_face(values)
     except UserError:

@@ -16,7 +16,8 @@ from titanlike.config.base import UserError, divisors, one_of, validate
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
 
-NumLayers = Annotated[int, Field(ge=1, le=10_000)]
+MAX_LAYERS = 10_000
+NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 
 
 def hides_keys(window: int, num_keys: int, *, causal: bool) -> bool:
