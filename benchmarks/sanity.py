@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.null_gpu.values import compare_values
 from titanlike.distributed.autograd_collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.metrics.hardware import device_name, peak_flops
 from titanlike.models.common.document_mask import block_mask_attention, document_block_mask, document_dense_mask
 from titanlike.models.common.layers import ATTENTION_BACKENDS, attention_backend
+from titanlike.tools.null_gpu.values import compare_values
 
 NOT_ON_CPU = ("cudnn", "efficient")  # attention kernels
 TOLERANCE = 2e-2  # of bfloat16 results, relative to the largest element

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import PackedDataset, ShuffledMixture
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

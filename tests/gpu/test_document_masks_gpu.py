@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.null_gpu.values import compare_values
 from tests.documents import documents, zigzag
 from tests.launching import SMALL, losses, run
 from titanlike.models.common.document_mask import (
@@ -17,6 +16,7 @@ from titanlike.models.common.document_mask import (
     document_block_mask,
     document_dense_mask,
 )
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.null_gpu.values import compare_values
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.distributed import process_group
 from titanlike.float8.linear import apply_float8
@@ -25,6 +24,7 @@ from titanlike.models.registry import build_model
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
+from titanlike.tools.null_gpu.values import compare_values
 
 HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_FLOAT8, reason="needs a CUDA GPU of compute capability 8.9 or later")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.inference.tasks import CONFIG, evaluator_of, write_files
 from tests.interop.models import CONFIGS, model_of
@@ -13,6 +12,7 @@ from titanlike.inference.logits import recomputed_logits
 from titanlike.models.common.layers import attention_backend
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.tools.inference.cached_logits import CachedLogits
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = torch.device("cuda")

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
 from tests.training import Operations
 from titanlike.models.common.experts import Router
 from titanlike.models.common.grouped_matmul import grouped_matmul
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.parallelisms.mixed_precision import cast_parameters
+from titanlike.tools.null_gpu.values import compare_values
 from titanlike.utils import compat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, records, run
 from tests.losses import weight_gradient_errors
 from titanlike.parallelisms.context import prefix_attention
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}

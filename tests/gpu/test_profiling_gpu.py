@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, records, run
+from titanlike.tools.null_gpu.values import compare_values
 from titanlike.tools.trace import read_profile, traces
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config.sections import Checkpoint
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

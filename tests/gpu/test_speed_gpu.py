@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.null_gpu.values import compare_values
 from recipes import pretrain
 from tests.losses import linear_cross_entropy
 from tests.shrunk import STEPS, WARM, before_each_step, small
 from titanlike.models.common.layers import attention_backend
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

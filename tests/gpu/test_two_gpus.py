@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
 from titanlike.config.layout import SCHEDULES
+from titanlike.tools.null_gpu.values import compare_values
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 ON_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1", "NPROC": "2"}

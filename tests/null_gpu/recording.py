@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.null_gpu import library, record
 from tests.forkserver import ROOT
+from titanlike.tools.null_gpu import library, record
 
 
 def require_null_gpu() -> None:

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.null_gpu.values import compare_values
 from tests.null_gpu.recording import run
+from titanlike.tools.null_gpu.values import compare_values
 
 # Number of tests by file.
 ALL = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.null_gpu import library, recipes, recorder
-from benchmarks.null_gpu.collectives import Call, Log, mismatch
 from tests.null_gpu.recording import require_null_gpu, run, torchrun
+from titanlike.tools.null_gpu import library, recipes, recorder
+from titanlike.tools.null_gpu.collectives import Call, Log, mismatch
 
 HERE = Path(__file__).parent
 

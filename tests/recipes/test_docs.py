@@ -35,7 +35,6 @@ from benchmarks import (
     startup,
     torchtitan_steps,
 )
-from benchmarks.null_gpu import recipes
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
 from tests.programs import PAGES, blocks
@@ -46,6 +45,7 @@ from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.tools.data.prepare import prepare
+from titanlike.tools.null_gpu import recipes
 from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.results import table as sweep_table
 

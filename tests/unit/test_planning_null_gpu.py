@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_plans
-from benchmarks.null_gpu import recipes, record
+from tests.launching import ROOT
+from titanlike.config.shipped import shipped_recipes
+from titanlike.tools.null_gpu import recipes
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.plan import GIB, make_plan
 from titanlike.tools.planning.step_time import Rank
@@ -28,8 +30,7 @@ LAUNCHES = {
 }  # fmt: skip
 H100 = load_hardware("h100")
 ROWS, ON_ONE_GPU = (
-    json.loads((record.ROOT / f"benchmarks/results/null_gpu_{name}.json").read_text())["rows"]
-    for name in ("recipes", "lora")
+    json.loads((ROOT / f"benchmarks/results/null_gpu_{name}.json").read_text())["rows"] for name in ("recipes", "lora")
 )
 
 
@@ -47,7 +48,7 @@ def test_the_plan_is_within_17_percent_of_the_launches(row: dict[str, Any]) -> N
 
 
 def test_offload_is_planned_and_the_table_of_it_is_the_measurement() -> None:
-    rows = json.loads((record.ROOT / "benchmarks/results/null_gpu_offload.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/results/null_gpu_offload.json").read_text())["rows"]
     lines = ["| Mode | Offload | Peak, GiB | Planned peak, GiB | Planned tokens/s per GPU |", "|---|---|---|---|---|"]
     for row in rows:
         job = recipes.job_of(row["recipe"], row["GPUs"], row["options"])
@@ -57,12 +58,11 @@ def test_offload_is_planned_and_the_table_of_it_is_the_measurement() -> None:
         sizes = f"{row['allocated'] / GIB:.1f} | {planned.allocated / GIB:.1f}"
         speed = f"{planned.tokens_per_second_per_gpu:,.0f}"
         lines.append(f"| `{section.mode}` | {'yes' if section.offload else 'no'} | {sizes} | {speed} |")
-    assert "\n\n" + "\n".join(lines) + "\n" in (record.ROOT / "docs/recipes.md").read_text()
+    assert "\n\n" + "\n".join(lines) + "\n" in (ROOT / "docs/recipes.md").read_text()
 
 
 def test_every_shipped_recipe_is_measured_and_has_a_number_of_gpus() -> None:
-    names = {str(path.relative_to(recipes.FOLDER).with_suffix("")) for path in recipes.FOLDER.rglob("*.toml")}
-    assert names == set(recipes.GPUS_OF) == {row["recipe"] for row in ROWS}
+    assert set(shipped_recipes()) == set(recipes.GPUS_OF) == {row["recipe"] for row in ROWS}
 
 
 COMPARED = list(gpu_plans.compared(sorted(gpu_plans.FOLDER.glob("*.json"))))
@@ -77,7 +77,7 @@ def test_what_a_gpu_has_measured_is_near_its_plan(row: gpu_plans.Compared) -> No
 
 def test_the_table_of_what_a_gpu_has_measured_is_in_the_documentation() -> None:
     assert len(COMPARED) == 10
-    text = (record.ROOT / "docs/planner_validation.md").read_text()
+    text = (ROOT / "docs/planner_validation.md").read_text()
     assert f"\n\n{gpu_plans.table(COMPARED)}\n\n" in text
 
 
@@ -90,5 +90,5 @@ def test_the_memory_of_a_gpu_and_of_a_null_gpu_is_the_same_to_the_byte(name: str
     ]
     peaks = [{row: measured["peak_memory_gib"] for row, measured in found.items()} for found in rows]
     assert peaks[0] == peaks[1]
-    text = (record.ROOT / "docs/null_gpu.md").read_text()
+    text = (ROOT / "docs/null_gpu.md").read_text()
     assert all(f"| {peak} | {peak} |\n" in text for peak in peaks[0].values())

@@ -35,7 +35,7 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
+    {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "trace"},
     {"adapter", "arguments", "inference", "metrics_file", "rich_console", "schema"},
 ]
@@ -60,6 +60,9 @@ def imports(path: Path) -> Iterator[str]:
 
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+NULL_GPU = {module_of(path) for path in SOURCES if TOOLS / "null_gpu" in path.parents}
 
 
 def package_of(name: str) -> str:
@@ -156,16 +159,21 @@ def test_a_program_is_short(program: Path) -> None:
     assert "pipeline" not in program.read_text().replace("mesh.pipeline", "").lower()
 
 
-def test_only_four_modules_read_environment_variables() -> None:
+def test_only_four_modules_and_the_null_gpu_read_environment_variables() -> None:
     names = "distributed.environment distributed.launch_config distributed.sagemaker utils.system"
-    readers = {f"titanlike.{name}" for name in names.split()}
+    readers = {f"titanlike.{name}" for name in names.split()} | NULL_GPU  # which sets variables for a command
     texts = {module_of(path): path.read_text() for path in SOURCES}
     assert {name for name, text in texts.items() if "os.environ" in text or "getenv" in text} <= readers
 
 
-def test_private_names_of_torch_are_used_in_one_module_of_the_library_and_one_of_the_planner() -> None:
+def test_private_names_of_torch_are_used_in_one_module_of_the_library_one_of_the_planner_and_the_null_gpu() -> None:
     # The launcher overrides methods of torchrun's agent, which `compat.REQUIRED` has.
-    allowed = {"titanlike.utils.compat", "titanlike.distributed.torchrun", "titanlike.tools.planning.torch_internals"}
+    allowed = {
+        "titanlike.utils.compat",
+        "titanlike.distributed.torchrun",
+        "titanlike.tools.planning.torch_internals",
+        *NULL_GPU,
+    }
     assert [name for path in SOURCES if module_of(path) not in allowed for name in private_names(path)] == []
 
 

@@ -1,6 +1,6 @@
 """Runs a command on null GPUs, and records what it does there.
 
-    python -m benchmarks.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
+    python -m titanlike.tools.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
 
 PyTorch runs unmodified, and kernels compute nothing: see docs/null_gpu.md.
 """
@@ -10,12 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.null_gpu import library, record
+from titanlike.tools.null_gpu import library, record
 
 
 def main() -> None:
     """Runs the command. Exits with its code, or with 1 if the order of collectives differs between ranks."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.null_gpu", description="Runs a command on null GPUs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlike.tools.null_gpu", description="Runs a command on null GPUs."
+    )
     parser.add_argument("--device", choices=sorted(library.devices()), default="h100")
     parser.add_argument("--devices", type=int, default=8, help="GPUs of the machine (default: 8)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU instead of the device's own")

@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.null_gpu import collectives, library
+from titanlike.tools.null_gpu import collectives, library
 
 KINDS = ("matmul", "attention", "generated", "other")
-ROOT = Path(__file__).parents[2]
 
 
 def environment(device: str, devices: int, folder: Path, memory: float | None = None, ranks: int = 0) -> dict[str, str]:
@@ -24,7 +23,7 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
         d["context"], devices,
     )  # fmt: skip
     built = library.build()
-    paths = [str(Path(__file__).parent / "process"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parent / "process"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "LD_PRELOAD": str(built / "libcuda.so.1"),
         "LD_LIBRARY_PATH": os.pathsep.join([str(built), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]),

@@ -1,6 +1,6 @@
 """Trains shipped recipes on null GPUs for a few steps, and prints what a step does beside the plan.
 
-    python -m benchmarks.null_gpu.recipes [--record FILE] [RECIPE...] [--gpus N] [--section.key=value ...]
+    python -m titanlike.tools.null_gpu.recipes [--record FILE] [RECIPE...] [--gpus N] [--section.key=value ...]
 
 Without names, all recipes. Each has its own model, its full depth and the number of GPUs that it is written for, of which this
 runs rank 0: the other ranks are absent. Data is synthetic, and a step has few micro-batches. `--all-ranks` starts a process for
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.null_gpu import library, record
 from titanlike.config.distill import RANDOM
+from titanlike.config.shipped import RECIPES
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.distill import DistillRecipe
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.run.start import program_of
+from titanlike.tools.null_gpu import library, record
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory
 from titanlike.tools.programs import load_known
 
-FOLDER = record.ROOT / "train_configs"
 GPUS = {
     1: ("debug", "distill_debug", "dpo_debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b",
         "llama3_1b_fineweb_edu", "mlm_debug", "qwen3_0_6b", "qwen3_1_7b", "seq2seq_debug"),
@@ -68,12 +68,12 @@ def plan(name: str, gpus: int, options: Sequence[str]) -> Memory:
 def job_of(name: str, gpus: int, options: Sequence[str]) -> Job:
     """Returns the job of a recipe with options of the command line."""
     overrides = dict(option.removeprefix("--").split("=", 1) for option in options)
-    return Job(load_known(FOLDER / f"{name}.toml", overrides), gpus)
+    return Job(load_known(RECIPES / f"{name}.toml", overrides), gpus)
 
 
 def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
     """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
-    path = FOLDER / f"{name}.toml"
+    path = RECIPES / f"{name}.toml"
     overridden = {override.split("=")[0] for override in overrides}
     recipe = load_known(path, {})
     arguments = [*SHORT, *short(recipe, gpus), *overrides]
@@ -87,7 +87,7 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if all_ranks else []
         ranks = 0 if all_ranks or gpus == 1 else gpus
         command = [sys.executable, *launcher, *program]
-        code, found = record.run(command, device, gpus if all_ranks else 8, ranks=ranks, cwd=record.ROOT)
+        code, found = record.run(command, device, gpus if all_ranks else 8, ranks=ranks)
         if code or found["mismatch"]:
             raise RuntimeError(found["mismatch"] or f"{name} ended with code {code}")
     process = max(found["processes"], key=lambda each: each["allocated_peak"])

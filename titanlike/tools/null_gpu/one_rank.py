@@ -19,7 +19,7 @@ def start() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = ranks  # one root, this rank: it waits for the identifiers of others
-    sys.meta_path.insert(0, _Import())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Import())
 
 
 class _Import:
@@ -28,7 +28,7 @@ class _Import:
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if name != MODULE:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
@@ -73,4 +73,4 @@ def _use_shapes_of_stages() -> None:
         for each in stages:
             each._inference_mode = stage.InferenceMode.STATIC
 
-    schedules._PipelineSchedule._warmup_p2p = use  # type: ignore[method-assign]
+    schedules._PipelineSchedule._warmup_p2p = use  # type: ignore[method-assign, assignment]

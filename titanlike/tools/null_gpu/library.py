@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import tomli
 
@@ -62,7 +63,7 @@ class BuildFailed(Exception):
     """The C compiler refused the null device. The message is its output."""
 
 
-def devices() -> dict[str, dict[str, object]]:
+def devices() -> dict[str, dict[str, Any]]:
     """Returns the devices that can be emulated, by name."""
     return tomli.loads((FOLDER / "devices.toml").read_text())
 

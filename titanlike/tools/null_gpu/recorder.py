@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
@@ -37,10 +38,10 @@ class Recorder:
         atexit.register(self.stop)
         process, exit_at_once = os.getpid(), os._exit
 
-        def stop_and_exit(code: int) -> NoReturn:
+        def stop_and_exit(status: int) -> NoReturn:
             if os.getpid() == process:  # a fork has the counters of its parent
                 self.stop()
-            exit_at_once(code)
+            exit_at_once(status)
 
         os._exit = stop_and_exit
 
@@ -51,7 +52,7 @@ class Recorder:
             register_optimizer_step_post_hook(self._on_optimizer_step)
             _exchange_objects(self._device)
             if "titanlike.models.registry" in sys.modules:
-                from benchmarks.null_gpu import balanced_routing
+                from titanlike.tools.null_gpu import balanced_routing
 
                 balanced_routing.balance()
             return
@@ -179,7 +180,7 @@ def _exchange_objects(device: ctypes.CDLL) -> None:
 
 def _place() -> str:
     """Returns the innermost line outside of PyTorch that is running in this thread, and the line of PyTorch that it calls."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename

@@ -21,7 +21,7 @@ static void read_description(void) {
     if (text == NULL || sscanf(text, "%63[^;];%ld;%ld;%ld;%ld;%ld;%ld;%ld;%ld;%ld;%ld;%ld;%ld", d->name, &d->major, &d->minor, &d->multiprocessors,
             &d->memory, &d->shared_per_block, &d->shared_per_multiprocessor, &d->l2_cache, &d->clock_khz, &d->memory_clock_khz, &d->bus_bits,
             &d->context, &d->devices) != 13)
-        fail("NULL_GPU_DEVICE does not describe a device; start programs with python -m benchmarks.null_gpu");
+        fail("NULL_GPU_DEVICE does not describe a device; start programs with python -m titanlike.tools.null_gpu");
 }
 
 const struct description *description(void) {

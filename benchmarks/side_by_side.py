@@ -1,6 +1,6 @@
 """Runs the subjects of `benchmarks/run.py` one after another on the null GPU, and compares what a step does.
 
-    python -m benchmarks.null_gpu.side_by_side --out benchmarks/results/null_gpu_side_by_side.json \\
+    python -m benchmarks.side_by_side --out benchmarks/results/null_gpu_side_by_side.json \\
         --python torchtitan=PYTHON --python litgpt=PYTHON --python hf=PYTHON --path nanochat=FOLDER --path nanogpt=FOLDER
 
 The rows are those that the file does not have yet; `--again` repeats them. The environments of peers need the PyTorch of this one.
@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.figures import cpu_name
 from benchmarks.models import MODELS, config_of
-from benchmarks.null_gpu import record
 from benchmarks.protocol import Task
 from benchmarks.run import Subject, take_turns
+from titanlike.tools.null_gpu import record
 
 WARMUP, STEPS = 4, 10  # the compiler is done, and a log line of every tenth step is in the measured ones
 LLAMA = ("plain", "titanlike", "torchtitan", "litgpt", "hf", "nanochat")
@@ -160,7 +160,7 @@ def main() -> None:
     changes = [(subject, *change.split("=", 1)) for subject, change in (item.split(":", 1) for item in options.option)]
     result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
     result |= {
-        "command": f"python -m benchmarks.null_gpu.side_by_side --out {options.out}",
+        "command": f"python -m benchmarks.side_by_side --out {options.out}",
         "date": time.strftime("%Y-%m-%d"), "device": "h100",
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}, "warmup": WARMUP, "steps": STEPS,
     }  # fmt: skip

@@ -26,5 +26,5 @@ def balance() -> None:
         return received, per_rank, per_rank
 
     exchange = expert.exchange_counts
-    Experts.forward = count_rows  # type: ignore[method-assign]
+    Experts.forward = count_rows  # type: ignore[method-assign, assignment]
     expert.exchange_counts = exchange_counts

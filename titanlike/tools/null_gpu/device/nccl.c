@@ -19,7 +19,7 @@ static const char *const operations[] = {
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "split", "send", "receive",
 };
 
-// benchmarks/null_gpu/collectives.py reads these two structures.
+// collectives.py reads these two structures.
 struct log_header {
     char id[32], name[64];
     int32_t size, rank, global_rank, process;
@@ -75,7 +75,7 @@ static size_t size_of(ncclDataType_t type) {
 // Logs
 static char *open_log(const char *id, int rank, int *own) {
     const char *folder = getenv("NULL_GPU_FOLDER");
-    if (folder == NULL) fail("NULL_GPU_FOLDER is not set; start programs with python -m benchmarks.null_gpu");
+    if (folder == NULL) fail("NULL_GPU_FOLDER is not set; start programs with python -m titanlike.tools.null_gpu");
     char path[512], new_path[520];
     snprintf(path, sizeof path, "%s/%s.%d", folder, id, rank);
     snprintf(new_path, sizeof new_path, "%s.new", path);
