@@ -9,15 +9,12 @@ memory with as many threads as the command has processes, and discards the token
 reading and parsing the file, encoding, hashing, writing and fsync. Rounds alternate; a ratio compares two adjacent rounds.
 
 Memory is measured with a limit of `LIMIT` bytes per process (RLIMIT_DATA), so that a process that held a complete file would fail.
-The result is the sum of the peak resident sizes (VmHWM) of all processes; shared pages are counted once per process.
+The result is the largest sum of the resident sizes of all processes; shared pages are counted once per process.
 """
 
 import argparse
 import json
-import os
-import platform
 import resource
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -30,13 +27,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import cpu_name
+from benchmarks.common import ROOT, cpu_seconds, peak_memory, script
+from benchmarks.common import table as table_of
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.shards import read_manifest, totals
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.data.train_tokenizer import train
 
-ROOT = Path(__file__).parents[1]
 BATCH = 512  # records per call of a library
 LIMIT = 256 * 2**20  # bytes per process while memory is measured: less than the larger files
 
@@ -112,11 +109,6 @@ def ratio(rounds_done: list[dict[str, float]], kind: str) -> dict[str, float]:
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
-def cpu_seconds() -> float:
-    """Returns the CPU time of this process and of its children that have ended."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
 def start(corpus: Path, out: Path, encoding: Path, workers: int, limit: int = 0) -> "subprocess.Popen[bytes]":
     """Starts the command, with a memory limit for each of its processes if `limit` is not 0."""
 
@@ -140,99 +132,37 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
         del texts
         row: dict[str, Any] = {"corpus_bytes": size, "limit_bytes": LIMIT}
         for kind in ("jsonl", "txt"):
-            row[kind] = peaks(start(folder / f"corpus.{kind}", folder / "out", encoding, workers, LIMIT))
+            process = start(folder / f"corpus.{kind}", folder / "out", encoding, workers, LIMIT)
+            row[kind] = {"all_mib": peak_memory(process)}
             shutil.rmtree(folder / "out")
         print(json.dumps(row), flush=True)
         found.append(row)
     return found
 
 
-def peaks(process: "subprocess.Popen[bytes]") -> dict[str, float]:
-    """Returns the peak memory of a command's processes in MiB: the sum, and the largest."""
-    highest: dict[int, int] = {}
-    while process.poll() is None:
-        for pid in [process.pid, *children(process.pid)]:
-            highest[pid] = max(highest.get(pid, 0), high_water(pid))
-        time.sleep(0.05)
-    assert process.returncode == 0
-    sizes = highest.values()
-    return {"all_mib": sum(sizes) / 1024, "largest_mib": max(sizes) / 1024, "processes": len(sizes)}
-
-
-def children(pid: int) -> list[int]:
-    """Returns the descendants of a process."""
-    try:
-        found = [
-            int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()
-        ]
-    except OSError:
-        return []
-    return [each for child in found for each in (child, *children(child))]
-
-
-def high_water(pid: int) -> int:
-    """Returns the peak resident size of a process in KiB."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
-
-
-def table(result: dict[str, Any]) -> str:
-    """Formats the results as tables for the documentation."""
-    lines = [
-        "| Tokenizer | Text | Library, tokens/s | `prepare`, tokens/s | Ratio | Ratio of tokens per CPU second |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in result["speed"].items():
-        rates = row["tokens_per_second"]
-        ratios = [
+def table(measured: dict[str, Any]) -> str:
+    """Returns the tables of docs/data.md."""
+    speed, memory = [], []
+    for name, row in measured["speed"].items():
+        rates = (f"{row['tokens_per_second'][who]:,.0f}" for who in ("library", "titanlike"))
+        ratios = (
             f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
             for one in (row["ratio"], row["ratio_of_cpu"])
-        ]
-        lines.append(
-            f"| {name} | {row['corpus_bytes'] / 1e6:,.0f} MB | {rates['library']:,.0f} | {rates['titanlike']:,.0f} | "
-            f"{' | '.join(ratios)} |"
         )
-    lines += [
-        "",
-        "| Text | Limit per process | JSONL: peak of all processes | One text file: peak of all processes |",
-        "|---|---|---|---|",
-    ]
-    for row in result["memory"]:
-        sizes = [row["limit_bytes"] / 2**20, row["jsonl"]["all_mib"], row["txt"]["all_mib"]]
-        lines.append(f"| {row['corpus_bytes'] / 1e6:,.0f} MB | {' | '.join(f'{size:,.0f} MiB' for size in sizes)} |")
-    return "\n".join(lines)
+        speed.append((name, f"{row['corpus_bytes'] / 1e6:,.0f} MB", *rates, *ratios))
+    for row in measured["memory"]:
+        sizes = (row["limit_bytes"] / 2**20, row["jsonl"]["all_mib"], row["txt"]["all_mib"])
+        memory.append((f"{row['corpus_bytes'] / 1e6:,.0f} MB", *(f"{size:,.0f} MiB" for size in sizes)))
+    heads = ("Tokenizer", "Text", "Library, tokens/s", "`prepare`, tokens/s", "Ratio", "Ratio of tokens per CPU second")
+    peaks = ("Text", "Limit per process", "JSONL: peak of all processes", "One text file: peak of all processes")
+    return f"{table_of(heads, speed)}\n\n{table_of(peaks, memory)}"
 
 
-def main() -> None:
-    """Measures, or prints earlier results."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--megabytes", type=int, default=128, help="size of the text for the rank file; tokenizer.json gets an eighth"
-    )
-    parser.add_argument(
-        "--memory-megabytes",
-        type=int,
-        default=150,
-        help="size of the smallest text; the others are 2 and 4 times as large",
-    )
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table(json.loads(arguments.table.read_text())))
-        return
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures speed and memory."""
     size, smallest = arguments.megabytes * 10**6, arguments.memory_megabytes * 10**6
     result: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.data_prepare", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform()},
-        "versions": {name: metadata.version(name) for name in ("tiktoken", "tokenizers", "numpy")},
-        "load_before": os.getloadavg(),
+        "packages": {name: metadata.version(name) for name in ("tiktoken", "tokenizers", "numpy")}
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -248,11 +178,9 @@ def main() -> None:
         }
         sizes = [smallest * times for times in (1, 2, 4)]
         result["memory"] = measure_memory(folder, folder / "tokenizer.model", sizes, arguments.workers)
-    result["load_after"] = os.getloadavg()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    # A tokenizer.json gets an eighth of the text. Memory is measured with three sizes, of which the smallest is given.
+    script(__doc__, measure, table, workers=2, rounds=5, megabytes=128, memory_megabytes=150)

@@ -10,24 +10,19 @@ with its best validation. No model trains on the text of the validation.
 
 import argparse
 import hashlib
-import json
-import shlex
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from titanlike.run.run_dir import versions
+from benchmarks import common
 
-ROOT = Path(__file__).parents[1]
 STEPS, TEACHER_STEPS, SEEDS = 400, 240, (0, 1, 2)
-BATCH = dict(global_batch_size=4, local_batch_size=4)
-STUDENT = {"dim": 96, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "ffn_dim": 256}
-VALIDATION = dict(interval=20, batches=32)
-WARMUP_STEPS = 20  # the two recipes differ in it
+STUDENT = {
+    "model.dim": 96, "model.num_layers": 3, "model.num_heads": 6, "model.num_kv_heads": 2, "model.ffn_dim": 256,
+    "training.global_batch_size": 4, "training.local_batch_size": 4,
+}  # fmt: skip
 
 
 def write_texts(folder: Path) -> dict[str, int]:
@@ -45,90 +40,55 @@ def write_texts(folder: Path) -> dict[str, int]:
     return {name: (folder / f"{name}.txt").stat().st_size for name in parts}
 
 
-def train(folder: Path, name: str, recipe: str, text: str, steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Trains in a run of a recipe. Returns its validations by step, and the seconds of its steps."""
-    sections = {
-        "run": dict(dir=str(folder), name=name) | sections.pop("run", {}),
-        "data": dict(
-            source="text", path=str(folder / text), validation_path=str(folder / "validation.txt"), cache=str(folder)
-        ),
-        "training": dict(steps=steps) | sections.pop("training", {}),
-        "schedule": dict(warmup_steps=WARMUP_STEPS),
-        "validation": VALIDATION,
-        "sample": dict(tokens=0),
-        "metrics": dict(interval=10, trackers=[]),
-    } | sections
-    options = [f"--{key}.{field}={value}" for key, values in sections.items() for field, value in values.items()]
-    command = [
-        sys.executable,
-        str(ROOT / "titanlike/run/launch.py"),
-        str(ROOT / f"train_configs/{recipe}.toml"),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    losses = {
-        line["step"]: line.get("validation_cross_entropy", line["validation_loss"])
-        for line in lines
-        if "validation_loss" in line
-    }
-    steps_taken = [line for line in lines if "tokens_per_second" in line]
-    speed = statistics.median(line["tokens_per_second"] for line in steps_taken)
+def train(folder: Path, name: str, recipe: str, text: str, steps: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Trains in a run of a recipe. Returns its validations by step, and its speed."""
+    keys = {
+        "run.name": name, "data.source": "text", "data.path": folder / text, "data.validation_path": folder / "validation.txt",
+        "data.cache": folder, "training.steps": steps, "schedule.warmup_steps": 20, "validation.interval": 20,
+        "validation.batches": 32, "metrics.interval": 10,
+    }  # fmt: skip
+    records = common.train(recipe, keys | overrides, folder=folder)
+    losses = common.losses(records, "validation_loss") | common.losses(records, "validation_cross_entropy")
+    speed = statistics.median(record["tokens_per_second"] for record in records if "tokens_per_second" in record)
     return {"steps": steps, "validation": losses, "best": min(losses.values()), "tokens_per_second": round(speed)}
 
 
-def main() -> None:
-    """Runs all and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.distillation {shlex.join(sys.argv[1:])}",
-        "versions": versions(),
-        "student": STUDENT | BATCH,
-        "seeds": [],
+def measure_seed(folder: Path, seed: int) -> dict[str, Any]:
+    """Trains the student alone, for all steps and for half of them, and with the teacher."""
+    keys = STUDENT | {"run.seed": seed}
+    alone, shorter = (
+        train(folder, f"alone-{seed}-{steps}", "debug", "student.txt", steps, keys) for steps in (STEPS, STEPS // 2)
+    )
+    keys |= {"distillation.teacher": folder / "teacher"}
+    distilled = train(folder, f"distilled-{seed}", "distill_debug", "student.txt", STEPS // 2, keys)
+    ratio = distilled["steps"] / alone["steps"] * alone["tokens_per_second"] / distilled["tokens_per_second"]
+    return {
+        "seed": seed,
+        "alone": {str(each["steps"]): each["best"] for each in (alone, shorter)},
+        "distilled": {str(STEPS // 2): distilled["best"]},
+        "reached_at_step": next(
+            (step for step, loss in distilled["validation"].items() if loss <= alone["best"]), None
+        ),
+        "time_ratio": ratio,  # at the median speeds, with the teacher's forward pass
+        "runs": {"alone": alone, "shorter": shorter, "distilled": distilled},
     }
+
+
+def measure(_: argparse.Namespace) -> dict[str, Any]:
+    """Runs all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        report["bytes"] = write_texts(folder)
-        report["teacher"] = train(folder, "teacher", "debug", "teacher.txt", TEACHER_STEPS)
-        print(f"teacher {report['teacher']['best']:.4f}", flush=True)
-        for seed in SEEDS:
-            of_student: dict[str, Any] = {"model": STUDENT, "training": BATCH, "run": dict(seed=seed)}
-            alone, shorter = (
-                train(folder, f"alone-{seed}-{steps}", "debug", "student.txt", steps, **of_student)
-                for steps in (STEPS, STEPS // 2)
-            )
-            of_student["distillation"] = dict(teacher=str(folder / "teacher"))
-            distilled = train(folder, f"distilled-{seed}", "distill_debug", "student.txt", STEPS // 2, **of_student)
-            reached = next((step for step, loss in distilled["validation"].items() if loss <= alone["best"]), None)
-            row = {
-                "seed": seed,
-                "alone": {str(each["steps"]): each["best"] for each in (alone, shorter)},
-                "distilled": {str(STEPS // 2): distilled["best"]},
-                "reached_at_step": reached,
-                # At the median speeds, with the teacher's forward pass.
-                "time_ratio": distilled["steps"]
-                / alone["steps"]
-                * alone["tokens_per_second"]
-                / distilled["tokens_per_second"],
-                "runs": {"alone": alone, "shorter": shorter, "distilled": distilled},
-            }
-            print({key: value for key, value in row.items() if key != "runs"}, flush=True)
-            report["seeds"].append(row)
-    rows = report["seeds"]
-    report["median"] = {
+        sizes = write_texts(folder)
+        teacher = train(folder, "teacher", "debug", "teacher.txt", TEACHER_STEPS, {})
+        rows = [measure_seed(folder, seed) for seed in SEEDS]
+    median = {
         "alone": statistics.median(row["alone"][str(STEPS)] for row in rows),
         "alone, half": statistics.median(row["alone"][str(STEPS // 2)] for row in rows),
         "distilled, half": statistics.median(row["distilled"][str(STEPS // 2)] for row in rows),
         "time_ratio": statistics.median(row["time_ratio"] for row in rows),
     }
-    print(report["median"])
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return {"student": STUDENT, "bytes": sizes, "teacher": teacher, "seeds": rows, "median": median}
 
 
 if __name__ == "__main__":
-    main()
+    common.script(__doc__, measure, lambda measured: str(measured["median"]))

@@ -8,9 +8,6 @@ pairs in both. Both train in float32. TRL pads, and this program packs.
 
 import argparse
 import json
-import shlex
-import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -21,24 +18,16 @@ from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
+from benchmarks.common import ROOT, script, titanlike, train
 from titanlike.data.batches.preference_sequences import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.recipe import load
 from titanlike.recipe.dpo import DpoRecipe
-from titanlike.run.run_dir import versions
 
-ROOT = Path(__file__).parents[1]
 STEPS, PAIRS, SEQ_LEN, LR, EPS = 5, 4, 111, 1e-3, 1e-4
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
-METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
+REWARDS = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies"))
+METRICS = ("loss", *REWARDS, "logps/chosen", "logps/rejected")
 
 RECIPE = """\
 program = "dpo"
@@ -66,19 +55,11 @@ warmup_steps = 0
 decay = "none"
 [validation]
 interval = 0
-[sample]
-tokens = 0
 [metrics]
 interval = 1
-trackers = []
 [checkpoint]
 initial = "{folder}/hf"
 """
-
-
-def run(*words: str) -> None:
-    """Runs a command of this repository."""
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def write_pairs(path: Path) -> list[dict[str, Any]]:
@@ -94,15 +75,8 @@ def write_pairs(path: Path) -> list[dict[str, Any]]:
 
 def prepare(folder: Path) -> list[dict[str, Any]]:
     """Writes the pairs and a Hugging Face folder of a small model that has been trained for some steps."""
-    options = (
-        "--training.steps=20",
-        f"--run.dir={folder}",
-        "--run.name=base",
-        "--sample.tokens=0",
-        "--validation.interval=0",
-    )
-    run("recipes/finetune.py", "train_configs/finetune_debug.toml", *options, "--metrics.trackers=[]")
-    run("-m", "titanlike.tools.cli.main", "export", str(folder / "base"), str(folder / "hf"))
+    train("finetune_debug", {"training.steps": 20, "run.name": "base", "validation.interval": 0}, folder=folder)
+    titanlike("export", folder / "base", folder / "hf")
     values = dict(root=ROOT, folder=folder, steps=STEPS, seq_len=SEQ_LEN, pairs=PAIRS, lr=LR, eps=EPS)
     (folder / "recipe.toml").write_text(RECIPE.format(**values))
     return write_pairs(folder / "pairs.jsonl")
@@ -110,10 +84,8 @@ def prepare(folder: Path) -> list[dict[str, Any]]:
 
 def of_titanlike(folder: Path, loss: str) -> list[dict[str, float]]:
     """Returns the metrics of each step of this repository's program."""
-    options = (f"--preference.loss={loss}", f"--run.dir={folder}", f"--run.name={loss}")
-    run("recipes/dpo.py", str(folder / "recipe.toml"), *options)
-    lines = map(json.loads, (folder / loss / "metrics.jsonl").read_text().splitlines())
-    return [{name: line[name] for name in METRICS} for line in lines if "loss" in line]
+    records = train(str(folder / "recipe.toml"), {"preference.loss": loss, "run.name": loss}, folder=folder)
+    return [{name: record[name] for name in METRICS} for record in records if "loss" in record]
 
 
 class Trainer(DPOTrainer):  # type: ignore[misc]
@@ -168,31 +140,25 @@ def of_trl(folder: Path, loss: str, records: list[dict[str, Any]]) -> list[dict[
     ]
 
 
-def main() -> None:
-    """Runs both and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.dpo_trl {shlex.join(sys.argv[1:])}",
-        "versions": versions() | {name: version(name) for name in ("trl", "transformers", "accelerate")},
-    }
+def measure(_: argparse.Namespace) -> dict[str, Any]:
+    """Runs both."""
+    report: dict[str, Any] = {"packages": {name: version(name) for name in ("trl", "transformers", "accelerate")}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         records = prepare(folder)
         for loss in LOSSES:
             steps = list(zip(of_titanlike(folder, loss), of_trl(folder, loss, records), strict=True))
-            largest = {name: max(abs(ours[name] - theirs[name]) for ours, theirs in steps[0:]) for name in METRICS}
+            largest = {name: max(abs(ours[name] - theirs[name]) for ours, theirs in steps) for name in METRICS}
             # Equal rewards, as before the first step, count as half in ours and as wrong in TRL.
-            later = steps[1:]
-            largest["rewards/accuracies"] = max(
-                abs(a["rewards/accuracies"] - b["rewards/accuracies"]) for a, b in later
-            )
+            accuracies = "rewards/accuracies"
+            largest[accuracies] = max(abs(ours[accuracies] - theirs[accuracies]) for ours, theirs in steps[1:])
             report[loss] = {"largest_difference": largest, "steps": [{"titanlike": a, "trl": b} for a, b in steps]}
-            print(loss, json.dumps(largest, indent=1), flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    script(
+        __doc__,
+        measure,
+        lambda found: json.dumps({loss: found[loss]["largest_difference"] for loss in LOSSES}, indent=1),
+    )

@@ -1,11 +1,10 @@
 """Throughput, memory and loss comparisons from the raw results of `benchmarks/run.py`, and their tables."""
 
-import platform
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import table as table_of
 from benchmarks.models import MODELS, config_of
 from titanlike.metrics.hardware import peak_flops
 
@@ -31,9 +30,7 @@ def figures(result: dict[str, Any], results: dict[str, dict[str, Any]], run: dic
     config, length = config_of(model), model.seq_len
     full = config.flops_per_token(length)
     causal = (full + config.flops_per_token(0)) / 2  # a causal mask keeps half of the attention scores
-    measured = run["limits"]["kinds"][run["precision"]]
-    row_figures["fraction_of_matmul_rate"] = rate * full / measured["matmul_flops_per_second"]
-    row_figures["fraction_of_roofline"] = rate * measured["roofline_seconds_per_token"]
+    row_figures["fraction_of_matmul_rate"] = rate * full / run["matmul_flops_per_second"]
     peak = peak_flops(result["device"])
     if peak:
         row_figures |= {"mfu": rate * full / peak, "mfu_causal": rate * causal / peak}
@@ -72,30 +69,19 @@ def against_peers(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def cpu_name() -> str:
-    """Returns the model name of the processor."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Returns the tables of the documentation."""
     lines = []
     for result in results:
-        on_gpu = result["device"] == "cuda"
-        rate = "MFU: full / causal" if on_gpu else "of matmul rate"
-        lines += [
-            f"**{result['model']}, {result['precision']}**",
-            "",
-            f"| Row | tokens/s | relative to plain (IQR) | {rate} | peak memory, GiB | time to 2nd step: cold / warm, s |"
-            " losses |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        fractions = "MFU: full / causal" if result["device"] == "cuda" else "of matmul rate"
+        heads = (
+            "Row", "tokens/s", "relative to plain (IQR)", fractions, "peak memory, GiB", "time to 2nd step: cold / warm, s",
+            "losses",
+        )  # fmt: skip
+        rows = []
         for row, one in result["rows"].items():
             if "failed" in one:
-                lines.append(f"| {row} | {one.get('skipped', 'failed')} | | | | | |")
+                rows.append((row, one.get("skipped", "failed"), *[""] * 5))
                 continue
             relative = one.get(f"relative_to_plain.{row.partition('.')[2]}")
             fraction = f"{one['fraction_of_matmul_rate']:.0%}"
@@ -105,11 +91,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             if one.get("losses_match") is False:
                 losses = f"differ by {one['max_loss_difference']:.0e}"
             warm = one.get("warm_seconds_to_second_step")
-            lines.append(
-                f"| {row} | {one['tokens_per_second']:,.0f} | {format_ratio(relative) if relative else ''} | {fraction} | "
-                f"{one['peak_memory_gib']:.2f} | {one['seconds_to_second_step']:.1f} / "
-                f"{f'{warm:.1f}' if warm else 'not measured'} | {losses} |"
+            start = f"{one['seconds_to_second_step']:.1f} / {f'{warm:.1f}' if warm else 'not measured'}"
+            cells = (
+                format_ratio(relative) if relative else "",
+                fraction,
+                f"{one['peak_memory_gib']:.2f}",
+                start,
+                losses,
             )
+            rows.append((row, f"{one['tokens_per_second']:,.0f}", *cells))
+        lines += [f"**{result['model']}, {result['precision']}**\n", table_of(heads, rows)]
         best = against_peers(result["rows"])
         if best:
             lines += [

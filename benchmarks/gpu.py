@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common import ROOT
+
 PEERS = "plain,titanlike,torchtitan,litgpt,nanochat"
 TINY = "cpu_tiny"  # the model of a rehearsal
 
@@ -46,7 +47,8 @@ def compare(model: str, precision: str, subjects: str, rows: str = "best", more:
     # A rehearsal compiles nothing, which would take most of its time, and emulates float8 matmuls.
     tiny_rows = rows.replace("best", "shipped")
     for row in tiny_rows.split(","):
-        tiny += f" --option titanlike.{row}:compile.backend=eager"
+        if row not in ("shipped", "baseline"):  # which compile nothing on a CPU
+            tiny += f" --option titanlike.{row}:compile.backend=eager"
         if "float8" in precision + row:
             tiny += f" --option titanlike.{row}:float8.emulate=true --option 'titanlike.{row}:float8.layers=[\"*\"]'"
     # Blocks of four steps differ by 1% on an H200.
@@ -64,45 +66,20 @@ def tests(options: str) -> Part:
     return Part(command, f"{command} --collect-only", 540)
 
 
-def limits(model: str) -> Part:
-    """Returns a part that measures a device's rates at the shapes of a model."""
-    kinds = "--kinds bfloat16,float8"
-    return Part(
-        f"benchmarks.limits --device cuda --model {model}", f"benchmarks.limits --device cpu --model {TINY} {kinds}"
-    )
-
-
 # By name, which is that of the JSON file.
 PARTS = {
-    "sanity": Part("benchmarks.sanity --device cuda", "benchmarks.sanity --device cpu", 120),
     # The tests need a GPU: a rehearsal only imports them.
     "tests": tests("-n 6 --dist loadfile -m 'not whole_gpu'"),
     "tests_whole_gpu": tests("-m whole_gpu"),
-    "document_masks": Part("benchmarks.document_masks --device cuda", "benchmarks.document_masks --device cpu", 180),
-    "memory": Part("benchmarks.memory --device cuda", "benchmarks.memory --device cpu --small --rows 2", 420),
     "ladder_8b": compare("llama3_8b_8layers", "bfloat16", "titanlike", "baseline,compile,float8", "--once"),
     "1b_bfloat16": compare("llama3_1b", "bfloat16", PEERS),
     "1b_float8": compare("llama3_1b", "float8", "titanlike,torchtitan,nanochat"),
     "gpt2_bfloat16": compare("gpt2_124m", "bfloat16", "plain,titanlike,nanogpt,hf,nanochat"),
-    "profile_1b": Part(
-        "benchmarks.profile_step --device cuda --model llama3_1b", f"benchmarks.profile_step --device cpu --model {TINY}", 120
-    ),
-    "one_gpu_fsdp": Part(
-        "benchmarks.one_gpu_fsdp --device cuda --model llama3_1b",
-        f"benchmarks.one_gpu_fsdp --device cpu --model {TINY} --compile none --steps 1 --warmup 1 --rounds 1",
-        400,
-    ),
-    "limits_1b": limits("llama3_1b"),
-    "limits_8b": limits("llama3_8b_8layers"),
-    "limits_gpt2": limits("gpt2_124m"),
     "8b_bfloat16": compare("llama3_8b_8layers", "bfloat16", PEERS, more="--once"),
     "8b_float8": compare("llama3_8b_8layers", "float8", "titanlike,torchtitan,nanochat", more="--once"),
     "1b_shipped": compare("llama3_1b", "bfloat16", "titanlike,torchtitan,litgpt,hf", "shipped"),
 }  # fmt: skip
-FIRST_HOUR = (
-    "sanity", "tests", "tests_whole_gpu", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b",
-    "document_masks", "one_gpu_fsdp",
-)  # fmt: skip
+FIRST_HOUR = ("tests", "tests_whole_gpu", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16")
 
 
 def argv_of(name: str, folder: Path, *, rehearse: bool, others: Sequence[str] = ()) -> list[str]:

@@ -6,16 +6,16 @@ Prints a table. The plan of a torchtitan row is that of its program file, which 
 planner is fitted to them.
 """
 
-import argparse
 import json
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.common import table as table_of
 from benchmarks.models import MODELS
-from benchmarks.protocol import Task
 from benchmarks.run import parse_arguments
 from benchmarks.subjects import titanlike
 from titanlike.tools.planning.hardware import load_hardware
@@ -58,11 +58,9 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
             subject, _, kind = row.partition(".")
             if subject not in SUBJECTS or "failed" in measured:
                 continue
-            task = Task(
-                subject=subject, row=kind, model=model.config, device="cuda", precision=result["precision"], seq_len=model.seq_len,
-                batch_size=model.batch_size, micro_batch_size=arguments.micro_batch or model.micro_batch_size,
-                warmup=result["warmup"], steps=result["steps"], block=result["block"], lr=model.lr,
-                batches_file="", weights_file="", tokens_file="", options=result["options"].get(row, {}),
+            task = model.task(
+                micro_batch=arguments.micro_batch, subject=subject, row=kind, device="cuda", precision=result["precision"],
+                warmup=result["warmup"], steps=result["steps"], block=result["block"], options=result["options"].get(row, {}),
             )  # fmt: skip
             with tempfile.NamedTemporaryFile(suffix=".toml") as file:
                 recipe = load_known(
@@ -76,27 +74,18 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
 
 def table(rows: Iterable[Compared]) -> str:
     """Returns the rows as a Markdown table."""
-    lines = [
-        "| row | tokens/s | planned | difference | range of the plan | allocated GiB | planned GiB | difference |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
         plan, measured = row.plan, row.measured
         low, high = (plan.tokens_per_second * share for share in (plan.range.low, plan.range.high))
-        memory = f"{measured['peak_memory_gib']:.2f} | {plan.allocated / 2**30:.2f} | {row.memory_error:+.1%}"
-        lines.append(
-            f"| {row.name} | {measured['tokens_per_second']:,.0f} | {plan.tokens_per_second:,.0f} | {row.speed_error:+.1%} | "
-            f"{low:,.0f} to {high:,.0f} | {memory} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=sorted(FOLDER.glob("*.json")))
-    print(table(compared(parser.parse_args().files)))
+        speed = (f"{measured['tokens_per_second']:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{row.speed_error:+.1%}")
+        memory = (f"{measured['peak_memory_gib']:.2f}", f"{plan.allocated / 2**30:.2f}", f"{row.memory_error:+.1%}")
+        cells.append((row.name, *speed, f"{low:,.0f} to {high:,.0f}", *memory))
+    heads = (
+        "row", "tokens/s", "planned", "difference", "range of the plan", "allocated GiB", "planned GiB", "difference",
+    )  # fmt: skip
+    return table_of(heads, cells)
 
 
 if __name__ == "__main__":
-    main()
+    print(table(compared(map(Path, sys.argv[1:] or sorted(FOLDER.glob("*.json"))))))

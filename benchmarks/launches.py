@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT
 from titanlike.distributed import launch_config
 
-ROOT = Path(__file__).parents[1]
 MARK = "TITANLIKE_BENCHMARK"  # environment variable that identifies the processes of a start
 TAIL_SIZE = 4096  # bytes at the end of a file that contain its last record
 

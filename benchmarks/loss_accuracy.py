@@ -8,9 +8,6 @@ The accuracy of the head's gradient depends on the number of chunks: 8 chunks ar
 
 import argparse
 import json
-import os
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.figures import cpu_name
+from benchmarks.common import script
 from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
-from titanlike.run.run_dir import versions
 
 VOCAB, DIM, TOKENS = 128_256, 64, 1024
 CHUNKS = (8, 64)  # numbers of chunks
@@ -79,16 +75,11 @@ def variants(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> dict[str,
         "bfloat16 accumulation": lambda: bfloat16_accumulation(x.detach(), low.detach(), labels, chunk),
     }
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # torch 2.13 or later
-    for policy in ("accurate", "balanced") if options else ():
-
-        def torch_loss(policy: str = policy) -> Gradients:
-            chunked = options(  # type: ignore[misc]
-                batch_chunk_size=chunk, chunking_method=None, acc_policy=policy, acc_dtype=torch.float32
-            )
-            loss = F.linear_cross_entropy(leaf, low, labels, reduction="sum", options=chunked)
-            return by_autograd(loss, leaf, low)
-
-        found[f"torch, {policy}"] = torch_loss
+    if options:
+        chunked = options(batch_chunk_size=chunk, chunking_method=None, acc_policy="accurate", acc_dtype=torch.float32)
+        found["torch, accurate"] = lambda: by_autograd(
+            F.linear_cross_entropy(leaf, low, labels, reduction="sum", options=chunked), leaf, low
+        )
     return found
 
 
@@ -109,9 +100,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def measure(chunks: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+def measure_variants(chunks: int) -> dict[str, Any]:
     """Returns errors, processor time and memory of each variant for a number of chunks."""
-    vocab, dim, tokens = sizes
+    vocab, dim, tokens = VOCAB, DIM, TOKENS
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, dim, generator=generator).bfloat16()
     weight = (torch.randn(vocab, dim, generator=generator) * 2 / dim**0.5).bfloat16().float()  # logits of deviation 2
@@ -137,23 +128,11 @@ def measure(chunks: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    """Measures and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=f"{VOCAB},{DIM},{TOKENS}", help="vocabulary, dimension, tokens")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    sizes = tuple(int(size) for size in arguments.sizes.split(","))
-    results = {f"{chunks} chunks": measure(chunks, sizes) for chunks in CHUNKS}  # type: ignore[arg-type]
-    if arguments.out:
-        report = {
-            "command": f"python -m benchmarks.loss_accuracy {shlex.join(sys.argv[1:])}",
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
-            "versions": versions(),
-            "sizes": dict(zip(("vocab_size", "dim", "tokens"), sizes, strict=True)),
-        }
-        arguments.out.write_text(json.dumps(report | results, indent=1) + "\n")
+def measure(_: argparse.Namespace) -> dict[str, Any]:
+    """Measures all variants."""
+    sizes = {"vocab_size": VOCAB, "dim": DIM, "tokens": TOKENS}
+    return {"sizes": sizes} | {f"{chunks} chunks": measure_variants(chunks) for chunks in CHUNKS}
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, lambda measured: json.dumps(measured, indent=1))

@@ -6,13 +6,14 @@ The folder has the files and a `sources.json` with, for each file, its public ad
 `{"llama3_8b.toml": {"link": "https://...", "gpus": 64}}`. Prints the table of docs/migration.md.
 """
 
-import argparse
 import hashlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.common import parser_of, write
+from benchmarks.common import table as table_of
 from titanlike.config import UserError
 from titanlike.config.shipped import PROGRAMS
 from titanlike.recipe import PretrainRecipe, load
@@ -63,33 +64,29 @@ def result(path: Path, link: str, gpus: int, first_lines: str = "") -> dict[str,
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the results as a table in Markdown."""
-    lines = [
-        "| File | GPUs | Keys | Mapped | Not mapped, of effect | Without effect | `--check` |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
         name = f"[{row['file']}]({row['link']})"
         if row["first_lines"]:
             name += f", after `{row['first_lines'].strip()}`"
         if "refused" in row:
-            lines.append(f"| {name} | {row['gpus']} | | | | | refused: {row['refused']} |")
+            cells.append([name, row["gpus"], *[""] * 4, f"refused: {row['refused']}"])
             continue
         lost = "; ".join(f"`{key}`: {reason}" for key, reason in row["not_mapped"].items()) or "none"
-        counts = f"{row['keys']} | {row['mapped']} | {lost} | {row['without_effect']}"
-        lines.append(f"| {name} | {row['gpus']} | {counts} | {row['check']} |")
-    return "\n".join(lines) + "\n"
+        cells.append([name, row["gpus"], row["keys"], row["mapped"], lost, row["without_effect"], row["check"]])
+    heads = ("File", "GPUs", "Keys", "Mapped", "Not mapped, of effect", "Without effect", "`--check`")
+    return table_of(heads, cells)
 
 
 def main() -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="files of other programs, and sources.json")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     sources = json.loads((arguments.folder / SOURCES).read_text())
     rows = [result(arguments.folder / name, **source) for name, source in sources.items()]
-    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows), end="")
+    write(arguments.out, rows)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """The models and batch sizes of `benchmarks/run.py`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks.protocol import Task
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.llama.config import LlamaConfig
+
+FILES = {"batches": "npy", "tokens": "npy", "weights": "pt"}  # of a task
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,12 @@ class Model:
     micro_batch_size: int  # sequences per forward pass, by default
     # Low enough for a stable start, in which rounding does not make the losses of the subjects diverge.
     lr: float = 1e-3
+
+    def task(self, folder: Path = Path(), micro_batch: int | None = None, **fields: Any) -> Task:
+        """Returns a task, by default with the subject and row of none, and files in a folder."""
+        files = {f"{name}_file": str(folder / f"{name}.{kind}") for name, kind in FILES.items()}
+        fields = {"subject": "", "row": "", "micro_batch_size": micro_batch or self.micro_batch_size} | files | fields
+        return Task(model=self.config, seq_len=self.seq_len, batch_size=self.batch_size, lr=self.lr, **fields)
 
 
 def llama(**fields: Any) -> dict[str, Any]:

@@ -11,11 +11,9 @@ that checkpoint, and the run continues under three layouts. Then the reverse: a 
 its logits, which are compared with those of the imported model.
 """
 
-import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanlike.config.shipped import REPOSITORY
+from benchmarks.common import ROOT, losses, parser_of, table, titanlike, train, write
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.weights import load_weights, open_weights
@@ -104,13 +102,13 @@ def continue_runs(model: str, peer: str, folder: Path) -> dict[str, Any]:
         name = f"continued-{len(results)}"
         copy = folder / f"{name}.toml"
         copy.write_text(recipe.read_text() + f'name = "{name}"\n')
-        command("import", folder / f"there/checkpoint/step-{SAVED}", copy, "--from", "torchtitan")
+        titanlike("import", folder / f"there/checkpoint/step-{SAVED}", copy, "--from", "torchtitan")
         results[f"torchtitan, then titanlike {layout or 'in one process'}"] = train_here(copy, folder / name, layout)
 
     first = folder / "first.toml"
     first.write_text(recipe.read_text() + 'name = "first"\n')
     results["titanlike"] = train_here(first, folder / "first", "shard=2")
-    command("export", folder / "first", folder / "exported", "--step", SAVED, "--format", "dcp")
+    titanlike("export", folder / "first", folder / "exported", "--step", SAVED, "--format", "dcp")
     options = {
         "checkpoint.initial_load_path": str(folder / "exported"), "checkpoint.initial_load_model_only": False,
         "checkpoint.exclude_from_loading": ["dataloader"],
@@ -151,39 +149,32 @@ def train_there(
     task.write_text(json.dumps(values | {"losses": str(losses), "options": options}))
     module = "benchmarks.subjects.torchtitan_checkpoints"
     launcher = [peer, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    subprocess.run([*launcher, "-m", module, str(task)], check=True, env=variables(), cwd=REPOSITORY)
+    subprocess.run([*launcher, "-m", module, str(task)], check=True, env=variables(), cwd=ROOT)
     return {int(step): loss for step, loss in json.loads(losses.read_text()).items()}
 
 
 def train_here(recipe: Path, run: Path, layout: str) -> dict[int, float]:
     """Trains with titanlike. Returns the losses by step."""
     sizes = dict(item.split("=") for item in layout.split(",")) if layout else {}
+    keys = {f"parallelism.{key}": size for key, size in sizes.items()} | {"run.name": run.name}
     processes = int(np.prod([int(size) for size in sizes.values()]))
-    command("train", recipe, *(f"--parallelism.{key}={size}" for key, size in sizes.items()), NPROC=str(processes))
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-
-def command(*words: object, **environment: str) -> None:
-    """Runs a command of titanlike."""
-    program = [sys.executable, "-m", "titanlike.tools.cli.main"]
-    subprocess.run([*program, *map(str, words)], check=True, env=variables() | environment, cwd=REPOSITORY)
+    return losses(train(str(recipe), keys, processes=processes, folder=run.parent))
 
 
 def variables() -> dict[str, str]:
-    """Returns the environment of a process: one thread, so that the machine is not overloaded."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    """Returns the environment of a process."""
+    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def compare_logits(kind: str, peer: str, folder: Path) -> dict[str, float]:
     """Imports a model that Megatron-Core saved. Returns the largest difference of a logit, and the largest logit."""
     subprocess.run(
-        [peer, "-m", "benchmarks.subjects.megatron_checkpoint", kind, str(folder)], check=True, env=variables(), cwd=REPOSITORY
+        [peer, "-m", "benchmarks.subjects.megatron_checkpoint", kind, str(folder)], check=True, env=variables(), cwd=ROOT
     )  # fmt: skip
     recipe = folder / "train.toml"
     fields = "\n".join(f"{key} = {json.dumps(value)}" for key, value in MEGATRON[kind].items())
     recipe.write_text(RECIPE.format(model=fields, steps=STEPS, folder=folder) + 'name = "imported"\n')
-    command("import", folder / "iter_0000010", recipe)
+    titanlike("import", folder / "iter_0000010", recipe)
     weights = open_weights(folder / "imported")
     model = build_model(weights.config)
     load_weights(model, weights)
@@ -196,26 +187,25 @@ def compare_logits(kind: str, peer: str, folder: Path) -> dict[str, float]:
 
 def markdown(results: dict[str, Any]) -> str:
     """Returns a table of the losses after the checkpoint, and the largest difference."""
-    lines = []
+    tables = []
+    steps = range(SAVED + 1, STEPS + 1)
     for model, runs in results["models"].items():
-        steps = range(SAVED + 1, STEPS + 1)
-        lines += [f"| {model} | " + " | ".join(f"step {step}" for step in steps) + " | largest difference |"]
-        lines += ["|---" * (len(steps) + 2) + "|"]
-        for name, losses in runs.items():
+        rows = []
+        for name, found in runs.items():
             reference = runs[name.partition(",")[0]]
-            difference = max(abs(losses[str(step)] - reference[str(step)]) for step in steps)
-            shown = "" if losses is reference else f"{difference:.1e}"
-            lines.append(f"| {name} | " + " | ".join(f"{losses[str(step)]:.6f}" for step in steps) + f" | {shown} |")
-        lines.append("")
-    return "\n".join(lines)
+            difference = max(abs(found[str(step)] - reference[str(step)]) for step in steps)
+            cells = [f"{found[str(step)]:.6f}" for step in steps]
+            rows.append((name, *cells, "" if found is reference else f"{difference:.1e}"))
+        tables.append(table((model, *(f"step {step}" for step in steps), "largest difference"), rows))
+    return "\n\n".join(tables)
 
 
 def main() -> None:
     """Runs all models, and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of all processes, so that the machine is not overloaded
+    parser = parser_of(__doc__)
     parser.add_argument("--torchtitan", help="Python with torchtitan 0.2.2")
     parser.add_argument("--megatron", help="Python with megatron-core 0.16.1")
-    parser.add_argument("--out", type=Path, help="file to write or complete")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"models": {}, "megatron": {}}
     if arguments.out and arguments.out.exists():
@@ -230,8 +220,7 @@ def main() -> None:
     results = json.loads(json.dumps(results))
     print(markdown(results))
     print(results["megatron"])
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(arguments.out, results)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ are fitted: to all rows, which is what is shipped, and for each source to the ro
 ranges of plans. Rows that are not listed are never fitted. All rows stay, with the reason where the error is large.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -18,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from benchmarks import published, published_others
+from benchmarks.common import parser_of, table, write
 from benchmarks.published import Row
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import load_hardware
@@ -304,47 +303,46 @@ def _record(prediction: Prediction) -> dict[str, Any]:
 
 def markdown(results: dict[str, Any]) -> str:
     """Returns the results as the tables of the documentation."""
-    lines = ["| Errors | Number | Within goal | Median | 90th percentile | Largest |", "|---|---|---|---|---|---|"]
+    errors = []
     for name, found in results["errors"].items():
         if found["number"]:
-            figures = " | ".join(f"{found[key]:.1%}" for key in ("median", "percentile_90", "largest"))
-            within = f"{found['within_goal']} (of {found['goal']:.0%})"
-            lines.append(f"| {name} | {found['number']} | {within} | {figures} |")
-    lines += [
-        "",
-        "| Class | Runs | Sources | Median error | Measured over predicted, 90% of runs |",
-        "|---|---|---|---|---|",
-    ]
-    for name, found in results["ranges"].items():
-        lines.append(
-            f"| {name} | {found['runs']} | {found['sources']} | {found['median']:.1%} | {found['low']:.2f} to {found['high']:.2f} |"
-        )
-    heads = ("Measurement", "Published", "All fitted", "Error", "Source not fitted", "Error", "First")
-    lines += ["", f"| {' | '.join(heads)} | GiB | Predicted | Error | Note |", "|" + "---|" * 11]
+            figures = (f"{found[key]:.1%}" for key in ("median", "percentile_90", "largest"))
+            errors.append((name, found["number"], f"{found['within_goal']} (of {found['goal']:.0%})", *figures))
+    classes = (
+        (name, found["runs"], found["sources"], f"{found['median']:.1%}", f"{found['low']:.2f} to {found['high']:.2f}")
+        for name, found in results["ranges"].items()
+    )
+    rows = []
     for row in results["rows"]:
         gib, predicted, error, first = (
             row[key] for key in ("memory_gib", "predicted_memory_gib", "memory_error", "first_error")
         )
-        memory_cells = [
+        memory_cells = (
             f"{gib:.1f}" if gib else "-", f"{predicted:.1f}" if gib and predicted else "-",
             "-" if error is None else f"{error:+.1%}",
-        ]  # fmt: skip
+        )  # fmt: skip
         speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['fitted']:,.0f}", f"{row['fitted_error']:+.1%}"]
         speeds += [f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", "-" if first is None else f"{first:+.0%}"]
-        cells = [row["name"], *speeds, *memory_cells, row["reason"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((row["name"], *speeds, *memory_cells, row["reason"]))
+    heads = (
+        "Measurement", "Published", "All fitted", "Error", "Source not fitted", "Error", "First", "GiB", "Predicted", "Error",
+        "Note",
+    )  # fmt: skip
+    tables = (
+        table(("Errors", "Number", "Within goal", "Median", "90th percentile", "Largest"), errors),
+        table(("Class", "Runs", "Sources", "Median error", "Measured over predicted, 90% of runs"), classes),
+        table(heads, rows),
+    )
+    return "\n\n".join(tables)
 
 
 def main() -> None:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser = parser_of(__doc__)
     parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
     arguments = parser.parse_args()
     results = validate(ROWS)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write(arguments.out, results)
     if arguments.markdown:
         print(markdown(results))
         return

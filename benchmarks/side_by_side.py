@@ -9,19 +9,19 @@ Prints the file as tables in Markdown.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.figures import cpu_name
+from benchmarks.common import facts, parser_of, write
+from benchmarks.common import table as table_of
 from benchmarks.models import MODELS, config_of
 from benchmarks.protocol import Task
-from benchmarks.run import Subject, take_turns
+from benchmarks.run import Subject, add_peers, options_of_rows, take_turns
 from titanlike.tools.null_gpu import record
 
 WARMUP, STEPS = 4, 10  # the compiler is done, and a log line of every tenth step is in the measured ones
@@ -63,21 +63,25 @@ def task_of(case: Case, folder: Path) -> Task:
     )
     np.save(folder / "tokens.npy", np.zeros(steps * model.batch_size * model.seq_len + 1, np.uint32))
     np.save(folder / "batches.npy", np.zeros((steps, model.batch_size, model.seq_len + 1), np.uint32))
-    return Task(
-        subject="", row="best", model=model.config, device="cuda", precision=case.precision, seq_len=model.seq_len,
-        batch_size=model.batch_size, micro_batch_size=case.micro_batch, warmup=WARMUP, steps=STEPS + 1, block=STEPS + 1,
-        lr=model.lr, batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
-        tokens_file=str(folder / "tokens.npy"),
-    )  # fmt: skip
+    return model.task(
+        folder,
+        case.micro_batch,
+        row="best",
+        device="cuda",
+        precision=case.precision,
+        warmup=WARMUP,
+        steps=STEPS + 1,
+        block=STEPS + 1,
+    )
 
 
-def measure(task: Task, folder: Path, python: str, path: str | None, timeout: float) -> dict[str, Any]:
+def measure(task: Task, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Returns a row."""
     with tempfile.TemporaryDirectory(prefix="null-gpu-") as messages:
         variables = record.environment("h100", 1, Path(messages))
 
         def start(_: str, task: Task) -> Subject:
-            return Subject(task, folder, python, path, timeout, variables)
+            return Subject(task, folder, options, variables)
 
         result = take_turns({task.subject: task}, start)[task.subject]
         if "failed" in result:
@@ -118,52 +122,37 @@ def reason(log: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the result as a Markdown table for each case."""
-    lines = []
+    heads = (
+        "", "launches", "matmul", "attention", "generated", "other", "host ms", "synchronizations", "allocated GiB", "reserved GiB",
+    )  # fmt: skip
+    tables = []
     for name, rows in result["cases"].items():
         case, model = CASES[name], MODELS[CASES[name].model]
         sequences = f"{model.batch_size // case.micro_batch} x {case.micro_batch} x {model.seq_len:,} tokens"
-        lines += [
-            f"**{case.model}, {case.precision}, {sequences}**\n",
-            "| | launches | matmul | attention | generated | other | host ms | synchronizations | allocated GiB | reserved GiB |",
-            "|---" * 10 + "|",
-        ]
-        for subject in case.subjects:
-            row = rows.get(subject)
-            if row is None:
-                continue
+        cells = []
+        for subject in (each for each in case.subjects if each in rows):
+            row = rows[subject]
             if "failed" in row:
-                lines.append(f"| {subject} | {row['failed']} |" + " |" * 8)
+                cells.append((subject, row["failed"], *[""] * 8))
                 continue
             counts = [f"{row['launches'][kind]:,}" for kind in ("total", *record.KINDS)]
-            lines.append(
-                f"| {subject} | {' | '.join(counts)} | {min(row['host_cpu_ms']):.1f} | {row['synchronizations']:g} | "
-                f"{row['allocated_peak_gib']:.2f} | {row['reserved_peak_gib']:.2f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+            memory = (f"{row[key]:.2f}" for key in ("allocated_peak_gib", "reserved_peak_gib"))
+            cells.append((subject, *counts, f"{min(row['host_cpu_ms']):.1f}", f"{row['synchronizations']:g}", *memory))
+        tables.append(f"**{case.model}, {case.precision}, {sequences}**\n\n{table_of(heads, cells)}\n")
+    return "\n".join(tables)
 
 
 def main() -> None:
     """Measures the rows that are missing, and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--case", default=",".join(CASES))
     parser.add_argument("--subject", default=",".join(sorted({s for case in CASES.values() for s in case.subjects})))
     parser.add_argument("--again", action="store_true", help="also measure the rows that the file has")
-    parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
-    parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
-    parser.add_argument("--option", action="append", default=[], metavar="SUBJECT:KEY=VALUE")
-    parser.add_argument("--timeout", type=float, default=900, help="time limit of a subject, in seconds")
+    add_peers(parser)
     options = parser.parse_args()
-    pythons = dict(item.split("=", 1) for item in options.python)
-    paths = dict(item.split("=", 1) for item in options.path)
-    changes = [(subject, *change.split("=", 1)) for subject, change in (item.split(":", 1) for item in options.option)]
-    result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
-    result |= {
-        "command": f"python -m benchmarks.side_by_side --out {options.out}",
-        "date": time.strftime("%Y-%m-%d"), "device": "h100",
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}, "warmup": WARMUP, "steps": STEPS,
-    }  # fmt: skip
+    changes = options_of_rows(options)
+    result = json.loads(options.out.read_text()) if options.out and options.out.exists() else {"cases": {}}
+    result |= facts() | {"device": "h100", "warmup": WARMUP, "steps": STEPS}
     for name in options.case.split(","):
         rows = result["cases"].setdefault(name, {})
         with tempfile.TemporaryDirectory() as folder:
@@ -171,12 +160,10 @@ def main() -> None:
             for subject in CASES[name].subjects:
                 if subject not in options.subject.split(",") or (subject in rows and not options.again):
                     continue
-                own = {key: value for other, key, value in changes if other == subject}
-                one = Task(**{**vars(task), "subject": subject, "options": own})
-                python = pythons.get(subject, sys.executable)
+                one = replace(task, subject=subject, options=changes.get(f"{subject}.best", {}))
                 print(name, end=" ", flush=True, file=sys.stderr)
-                rows[subject] = measure(one, Path(folder, subject), python, paths.get(subject), options.timeout)
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                rows[subject] = measure(one, Path(folder, subject), options)
+                write(options.out, result)
     print(table(result))
 
 

@@ -17,10 +17,8 @@ the optimizer state. The undisturbed run must hold as much memory, and as many t
 ends the program with exit code 1, and its directory is kept.
 """
 
-import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -34,14 +32,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT, facts, parser_of, write
 from benchmarks.comparison import RunCorrupt, differences, hashes, incomplete_directories, recorded_steps, verify_run
-from benchmarks.figures import cpu_name
-from benchmarks.launches import ROOT, Start, newest_record
+from benchmarks.launches import Start, newest_record
 from benchmarks.soak_faults import Store, Usage, disturb, growth, store, usage
 from benchmarks.soak_scenarios import AIMS, KINDS, PHASES, SCENARIOS, Scenario
 from benchmarks.soak_tables import figures, table
 from titanlike.checkpoint.files import name_of
-from titanlike.run.run_dir import versions
 
 KEEP = 2
 RECIPE = {
@@ -321,20 +318,17 @@ def _check_growth(held: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Runs the soak test, or prints the tables of a result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--hours", type=float, default=0.5, help="time for all three runs, without the undisturbed ones"
     )
     parser.add_argument("--kills", type=int, help="kills of each run at most; by default what the time allows")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    names = [scenario.name for scenario in SCENARIOS]
-    text = "names of the runs, separated by commas; others that the same command has written to --out stay there"
-    parser.add_argument("--runs", default=",".join(names), help=text)
+    parser.add_argument("--runs", default=",".join(each.name for each in SCENARIOS), help="names separated by commas")
     parser.add_argument(
         "--folder", type=Path, help="directory of the runs; by default a temporary directory, deleted on success"
     )
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, help="print the tables of this result and exit")
     arguments = parser.parse_args()
     if arguments.table:
@@ -342,21 +336,11 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that ends the processes
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
-    keys = ("hours", "kills", "ranks", "seed", "out")
-    words = [f"--{key} {getattr(arguments, key)}".removesuffix(".0") for key in keys]
-    result: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.soak", *(word for word in words if not word.endswith(" None"))]),
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
-        "versions": versions(), "ranks": arguments.ranks, "seed": arguments.seed,
-        "recipe": RECIPE | {"program": "benchmarks/soak_program.py"}, "runs": [],
+    result: dict[str, Any] = facts() | {
+        "ranks": arguments.ranks, "seed": arguments.seed, "recipe": RECIPE | {"program": "benchmarks/soak_program.py"}, "runs": [],
     }  # fmt: skip
-    chosen = [scenario for scenario in SCENARIOS if scenario.name in arguments.runs.split(",")]
     seconds = arguments.hours * 3600 / len(SCENARIOS)
-    if arguments.out and arguments.out.exists():
-        before = json.loads(arguments.out.read_text())
-        if all(before.get(key) == result[key] for key in ("command", "machine", "versions", "recipe")):
-            result["runs"] = before["runs"]
-    for scenario in chosen:
+    for scenario in (each for each in SCENARIOS if each.name in arguments.runs.split(",")):
         kills = arguments.kills or max(int(seconds / SECONDS_PER_KILL), 1)
         place = folder.absolute() / scenario.name.replace(" ", "-")
         place.mkdir(parents=True, exist_ok=True)
@@ -370,12 +354,8 @@ def main() -> None:
         if found["differences"]:
             print(f"DIFFERENT: {', '.join(found['differences'])}\nfiles kept in {folder}", file=sys.stderr)
             sys.exit(1)
-        others = [run for run in result["runs"] if run["name"] != scenario.name]
-        measured = {"date": time.strftime("%Y-%m-%d"), "figures": figures(found)}
-        result["runs"] = sorted([*others, found | measured], key=lambda run: names.index(run["name"]))
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        result["runs"].append(found | {"figures": figures(found)})
+        write(arguments.out, result)
     print(table(result))
     if not arguments.folder:
         shutil.rmtree(folder)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.launches import Start
 from tests.stores.proxy import Proxy
 
@@ -115,11 +117,9 @@ class Usage:
 
 def usage(process: int) -> Usage | None:
     """Returns what a process holds, or None if it has ended."""
-    with suppress(OSError, KeyError):
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        status = dict(line.split(":", 1) for line in lines)
-        files = len(list(Path(f"/proc/{process}/fd").iterdir()))
-        return Usage(int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), files)
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(process)
+        return Usage(found.memory_info().rss / 2**20, found.num_threads(), found.num_fds())
     return None
 
 

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
+from benchmarks.common import table as table_of
 from benchmarks.soak_scenarios import KINDS, PHASES, SCENARIOS
 
 
@@ -39,18 +40,20 @@ def table(result: dict[str, Any]) -> str:
     """Returns the tables of docs/checkpoints.md."""
     runs = result["runs"]
     kills = [kill for run in runs for kill in run["kills"]]
-    lines = ["| Killed | " + " | ".join(PHASES.values()) + " | total |", "|---|" + "---|" * (len(PHASES) + 1)]
+    rows = []
     for kind, name in [*KINDS.items(), ("", "total")]:
         hit = Counter(kill["phase"] for kill in kills if kind in ("", kill["kind"]))
-        lines.append(
-            f"| {name} | " + " | ".join(str(hit.get(phase, 0)) for phase in PHASES) + f" | {sum(hit.values())} |"
-        )
+        rows.append((name, *(hit.get(phase, 0) for phase in PHASES), sum(hit.values())))
     columns = [_facts(run) for run in runs]
-    lines += ["", f"| | {' | '.join(run['name'] for run in runs)} |", "|---|" + "---|" * len(runs)]
-    lines += [f"| {fact} | {' | '.join(column[fact] for column in columns)} |" for fact in columns[0]]
+    facts = table_of(
+        ("", *(run["name"] for run in runs)), ((fact, *(column[fact] for column in columns)) for fact in columns[0])
+    )
     median = statistics.median(run["load"]["median"] for run in runs)
     load = f"{median:.0f}, {max(run['load']['highest'] for run in runs):.0f}"
-    return "\n".join([*lines, "", f"Load of the {result['machine']['cores']} cores: median and maximum {load}."])
+    kills_by_phase = table_of(("Killed", *PHASES.values(), "total"), rows)
+    return "\n\n".join(
+        [kills_by_phase, facts, f"Load of the {result['machine']['cores']} cores: median and maximum {load}."]
+    )
 
 
 def _facts(run: dict[str, Any]) -> dict[str, str]:

@@ -15,23 +15,16 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import statistics
-import subprocess
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from benchmarks.figures import cpu_name
-from titanlike.run.run_dir import versions
+from benchmarks import common
+from benchmarks.common import table as table_of
 
-ROOT = Path(__file__).parents[1]
-BASE = {
-    "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.trackers": "[]", "metrics.interval": "1",
-}  # fmt: skip
 QUERIES_AND_KEYS = '{pattern = "attention.w[qk]*", optimizer = "muon", lr_scale = 3.0}'
 MUON = '{pattern = "layers", optimizer = "muon"}'
 OTHERS = '{pattern = "*", lr_scale = 6.0}'
@@ -102,16 +95,9 @@ MODELS = {
 
 def train(speedrun: Speedrun, overrides: dict[str, str], seed: int) -> dict[str, Any]:
     """Trains once. Returns the validation losses with the steps, tokens and seconds of training until each."""
-    with tempfile.TemporaryDirectory() as runs:
-        keys = BASE | {"validation.interval": str(speedrun.validation_interval)} | overrides
-        keys |= {"run.dir": runs, "run.name": "run", "run.seed": str(seed)}
-        program = [str(ROOT / "run_train.sh"), str(ROOT / f"train_configs/{speedrun.recipe}.toml")]
-        subprocess.run(
-            [*program, *(f"--{key}={value}" for key, value in keys.items())], check=True, stdout=subprocess.DEVNULL
-        )
-        lines = (Path(runs) / "run/metrics.jsonl").read_text().splitlines()
+    keys = {"metrics.interval": 1, "validation.interval": speedrun.validation_interval, "run.seed": seed}
     seconds, curve, tokens = 0.0, [], 0
-    for record in map(json.loads, lines):
+    for record in common.train(speedrun.recipe, keys | overrides):
         if "step_seconds" in record:  # each step has a record
             seconds, tokens = seconds + record["step_seconds"], record["tokens"]
         elif "validation_loss" in record:
@@ -136,8 +122,7 @@ def seconds_per_token(runs: list[dict[str, Any]]) -> float:
 def measure(speedrun: Speedrun, names: list[str], runs: int, out: Path) -> None:
     """Runs the subjects in turns, and writes the result after each run."""
     found = json.loads(out.read_text()) if out.exists() else {}
-    found |= {"target": speedrun.target, "cpu": cpu_name(), "python": platform.python_version()}
-    found["torch"] = versions()["torch"]
+    found |= {"target": speedrun.target} | common.facts()
     # Subjects of an earlier call remain in the file.
     found["subjects"] = {name: subject for name, subject in found.get("subjects", {}).items() if name not in names}
     found["subjects"] |= {name: {"label": speedrun.subjects[name].label, "runs": []} for name in names}
@@ -192,7 +177,7 @@ def measure_ingredients(runs: int, out: Path) -> None:
 
 def batches() -> dict[str, dict[str, str]]:
     """Returns the changes of the batch size that keep the number of tokens."""
-    with (ROOT / "train_configs/debug.toml").open("rb") as file:
+    with (common.ROOT / "train_configs/debug.toml").open("rb") as file:
         recipe = tomli.load(file)
     size, steps = recipe["training"]["global_batch_size"], recipe["training"]["steps"]
     batches = recipe["validation"]["batches"]
@@ -211,10 +196,7 @@ def table(found: dict[str, Any]) -> str:
 
     The tokens to the target depend on the seed only. Other load on the machine changes the speed of whole runs by half, so that of
     a subject is the median over all its runs, between validations."""
-    lines = [
-        "| | Seconds to the target | Relative | Tokens to the target | Reached by | Final loss | Steps |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     adamw = {run["seed"]: run for run in found["subjects"]["adamw"]["runs"]}
     targets = {seed: found["target"] or run["curve"][-1][3] for seed, run in adamw.items()}
     baseline = math.nan
@@ -229,15 +211,14 @@ def table(found: dict[str, Any]) -> str:
             cells = [f"{seconds:.1f}", f"{seconds / baseline:.2f}", f"{tokens:,.0f}"]
         reached = f"{sum(map(math.isfinite, hits))} of {len(hits)}"
         final = statistics.median(run["curve"][-1][3] for run in runs)
-        cells += [reached, f"{final:.3f}", str(runs[0]["curve"][-1][0])]
-        lines.append(f"| {subject['label']} | {' | '.join(cells)} |")
-    if "ingredients" in found:
-        lines += ["", "| Change | Final loss | Difference |", "|---|---|---|"]
-        losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in found["ingredients"].items()}
-        for name, values in losses.items():
-            difference = statistics.median(a - b for a, b in zip(values, losses["as it is"], strict=True))
-            lines.append(f"| {name} | {statistics.median(values):.3f} | {difference:+.3f} |")
-    return "\n".join(lines)
+        rows.append((subject["label"], *cells, reached, f"{final:.3f}", runs[0]["curve"][-1][0]))
+    heads = ("", "Seconds to the target", "Relative", "Tokens to the target", "Reached by", "Final loss", "Steps")
+    changes = []
+    losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in found.get("ingredients", {}).items()}
+    for name, values in losses.items():
+        difference = statistics.median(a - b for a, b in zip(values, losses["as it is"], strict=True))
+        changes.append((name, f"{statistics.median(values):.3f}", f"{difference:+.3f}"))
+    return f"{table_of(heads, rows)}\n\n{table_of(('Change', 'Final loss', 'Difference'), changes)}"
 
 
 def main() -> None:

@@ -4,9 +4,7 @@ python -m benchmarks.startup --out benchmarks/results/startup_cpu.json
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -15,12 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.common import ROOT, options_of, script
+from benchmarks.common import table as table_of
 
-ROOT = Path(__file__).parents[1]
-OVERRIDES = [
-    "--training.steps=2", "--schedule.warmup_steps=0", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0",
-]  # fmt: skip
+OVERRIDES = options_of(
+    {
+        "training.steps": 2,
+        "schedule.warmup_steps": 0,
+        "metrics.interval": 1,
+        "validation.interval": 0,
+        "sample.tokens": 0,
+    }
+)
 
 
 def start(processes: int, folder: Path) -> tuple[float, float]:
@@ -42,32 +46,28 @@ def start(processes: int, folder: Path) -> tuple[float, float]:
 
 def table(measured: dict[str, Any]) -> str:
     """Returns the table of docs/speed.md."""
-    rows = ["| Processes | First line | First step |", "|---|---|---|"]
-    for processes, found in measured["processes"].items():
-        rows.append(f"| {processes} | {found['first_line']:.1f} s | {found['first_step']:.1f} s |")
-    return "\n".join(rows)
+    return table_of(
+        ("Processes", "First line", "First step"),
+        (
+            (processes, f"{found['first_line']:.1f} s", f"{found['first_step']:.1f} s")
+            for processes, found in measured["processes"].items()
+        ),
+    )
 
 
-def main() -> None:
-    """Measures, and writes the medians and all values."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the medians and all values."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         start(1, Path(folder))  # warms up the token cache and the page cache
         for processes in (1, 2):
-            times = [start(processes, Path(folder)) for _ in range(options.repeats)]
+            times = [start(processes, Path(folder)) for _ in range(arguments.repeats)]
             lines, steps = zip(*times, strict=True)
             found[str(processes)] = {
                 "first_line": statistics.median(lines), "first_step": statistics.median(steps), "all": times,
             }  # fmt: skip
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    command = f"python -m benchmarks.startup --repeats {options.repeats} --out {options.out}"
-    options.out.write_text(json.dumps({"command": command, **facts, "processes": found}, indent=1) + "\n")
-    print(table(json.loads(options.out.read_text())))
+    return {"processes": found}
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, table, repeats=5)

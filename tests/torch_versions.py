@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.figures import cpu_name
+from benchmarks.common import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/torch_versions.json"

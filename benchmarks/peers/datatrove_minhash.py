@@ -1,7 +1,7 @@
-"""Near-duplicate removal by datatrove, and similarities estimated by datasketch, for `benchmarks/data_quality.py`.
+"""Near-duplicate removal by datatrove, for `benchmarks/data_quality.py`.
 
-Runs in an environment with datatrove, datasketch, orjson, xxhash, regex and tokenizers, without titanlike. datatrove splits English
-into words with spaCy. Here it splits at white space, which is faster and, for the words of the corpus, the same.
+Runs in an environment with datatrove, orjson, xxhash, regex and tokenizers, without titanlike. datatrove splits English into words
+with spaCy. Here it splits at white space, which is faster and, for the words of the corpus, the same.
 """
 
 import json
@@ -9,8 +9,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 
 class Whitespace:
@@ -60,25 +58,5 @@ def deduplicate(corpus: Path, folder: Path, workers: int) -> dict[str, float]:
     return seconds
 
 
-def estimate(file: Path) -> list[float]:
-    """Returns the similarity of pairs of sets that datasketch estimates with 112 permutations."""
-    from datasketch import MinHash
-
-    found = []
-    with np.load(file) as arrays:
-        for number in range(len(arrays) // 2):
-            signatures = []
-            for side in ("first", "second"):
-                signature = MinHash(num_perm=112, seed=1)
-                signature.update_batch([value.tobytes() for value in arrays[f"{side}{number}"]])
-                signatures.append(signature)
-            found.append(float(signatures[0].jaccard(signatures[1])))
-    return found
-
-
 if __name__ == "__main__":
-    command, source, *rest = sys.argv[1:]
-    result = (
-        deduplicate(Path(source), Path(rest[0]), int(rest[1])) if command == "deduplicate" else estimate(Path(source))
-    )
-    print(json.dumps(result))
+    print(json.dumps(deduplicate(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))

@@ -10,13 +10,11 @@ losses match. float8 is tensorwise, and compiled in both rows, as its documentat
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,12 +23,7 @@ from torch import Tensor
 from benchmarks.protocol import Clock, Task
 
 if Task.read().device == "cpu":
-    # It detects the accelerator at import, and assumes CUDA if there is none.
-    torch._utils._get_available_device_type = lambda: "cpu"
-    # It always imports its mixture-of-experts kernels and with them triton, which CPU builds of torch lack.
-    kernels = ModuleType("torchtitan.models.moe.kernels")
-    kernels.generate_permute_indices = None  # type: ignore[attr-defined]
-    sys.modules[kernels.__name__] = kernels
+    from benchmarks.torchtitan_cpu import NoMonitor
 
 from torchtitan.components import metrics
 from torchtitan.config import JobConfig
@@ -45,18 +38,6 @@ TASK = Task.read()
 
 class Monitor(metrics.DeviceMemoryMonitor):
     """torchtitan resets the peak with each log line; the clock reads the peak of the full run."""
-
-    def reset_peak_stats(self) -> None:
-        pass
-
-
-class NoMonitor:
-    """torch.cpu has no memory statistics."""
-
-    device_name = "cpu"
-
-    def get_peak_stats(self) -> metrics.DeviceMemStats:
-        return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
 
     def reset_peak_stats(self) -> None:
         pass
@@ -148,9 +129,6 @@ def main() -> None:
             return loss
 
     metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(task.device)
-    if task.device == "cpu":
-        # Its barrier after the first step passes device ids, which gloo does not support.
-        torch.distributed.barrier = lambda **_: None
     config = config_of(task)
     model_args = llama3.TransformerModelArgs(
         dim=model["dim"], n_layers=model["num_layers"], n_heads=model["num_heads"], n_kv_heads=model["num_kv_heads"],

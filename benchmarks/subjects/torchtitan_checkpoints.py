@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-# It detects the accelerator at import, and assumes CUDA if there is none.
-torch._utils._get_available_device_type = lambda: "cpu"
-# It imports its mixture-of-experts kernels and with them triton, which CPU builds of torch lack.
-kernels = ModuleType("torchtitan.models.moe.kernels")
-kernels.generate_permute_indices = None  # type: ignore[attr-defined]
-sys.modules[kernels.__name__] = kernels
+from benchmarks.torchtitan_cpu import NoMonitor  # isort: skip  before torchtitan
 
 from torchtitan.components import metrics
 from torchtitan.config import JobConfig
@@ -36,18 +30,6 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 TASK: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-
-
-class NoMonitor:
-    """torch.cpu has no memory statistics."""
-
-    device_name = "cpu"
-
-    def get_peak_stats(self) -> metrics.DeviceMemStats:
-        return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
-
-    def reset_peak_stats(self) -> None:
-        pass
 
 
 class Batches:
@@ -89,8 +71,6 @@ def main() -> None:
             return loss
 
     metrics.build_device_memory_monitor = NoMonitor
-    # Its barrier after the first step passes device ids, which gloo does not support.
-    torch.distributed.barrier = lambda **_: None
     config = JobConfig()
     keys: dict[str, Any] = {
         "job.dump_folder": TASK["folder"], "training.steps": TASK["steps"], "checkpoint.enable": True,

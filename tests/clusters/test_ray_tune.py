@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sweep import RECIPE
+from titanlike.config.shipped import shipped_recipes
 from titanlike.recipe.load import dump
 from titanlike.tools.sweep.config import load_sweep
 from titanlike.tools.sweep.results import read_results
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 RUN = {
-    "extends": str(RECIPE),
+    "extends": str(shipped_recipes()["debug"]),
     "model": {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 96},
     "data": {"source": "synthetic"},
     "training": {"steps": 6, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2},

@@ -1,6 +1,5 @@
 """The wheel, installed into a new environment and used in an empty folder: what the pages and messages say to type there works."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -78,8 +77,6 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     clone.mkdir()
     wheel = wheel_of_a_copy(clone)
     check_files(wheel)
-    measured = json.loads((ROOT / "benchmarks/results/install.json").read_text())["wheel_kb"]
-    assert 0.9 * measured < wheel.stat().st_size / 1000 < 1.1 * measured, "record it again: benchmarks/install.py"
 
     # What is installed here, without this clone, which an editable install would add.
     venv.create(tmp_path / "venv", with_pip=True)

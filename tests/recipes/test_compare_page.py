@@ -2,6 +2,8 @@
 
 import base64
 import json
+import math
+import random
 import re
 import subprocess
 from pathlib import Path
@@ -9,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import SPIKE, write_run
 from tests.debian import require
 from titanlike.tools.comparison.page import page
 from titanlike.tools.comparison.runs import Runs
 
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=6000")
+SPIKE = 87.5  # loss of one step, which the page must have
 STEPS = 12_000  # more than a page has points
 PROBE = """<script>{
 const seen = {loads: performance.getEntriesByType("resource").map((entry) => entry.name)};
@@ -73,6 +75,36 @@ const pause = () => new Promise((resolve) => setTimeout(resolve, 100));
 }</script>"""
 
 pytestmark = pytest.mark.slow
+
+
+def write_run(folder: Path, steps: int, seed: int) -> None:
+    """Writes the recipe and the metrics of a run that records every step, in the format of `metrics.jsonl`."""
+    values = random.Random(seed)
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(
+        f'program = "pretrain"\n\n[run]\nname = "{folder.name}"\nseed = {seed}\n\n[training]\nsteps = {steps}\n\n'
+        f"[optimizer]\nlr = {1e-4 * (1 + seed)}\n"
+    )
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            seconds = 0.25 + values.gauss(0, 0.004)
+            record = {
+                "step": step,
+                "loss": SPIKE if step == steps // 3 else 2 + 8 / math.sqrt(step) + values.gauss(0, 0.05),
+                "grad_norm": math.exp(values.gauss(0, 0.2)),
+                "learning_rate": 1e-4 * (1 + seed) * (1 - step / steps),
+                "tokens": step * 524_288,
+                "tokens_per_second": 524_288 / seconds,
+                "tflops_per_device": 400 + values.gauss(0, 4),
+                "mfu": 0.4 + values.gauss(0, 0.004),
+                "memory_gib": 61.25,
+                "data_wait": abs(values.gauss(0, 0.001)),
+                "step_seconds": seconds,
+                "elapsed_seconds": 0.25 * step,
+            }
+            file.write(json.dumps(record) + "\n")
+            if step % 1000 == 0:
+                file.write(json.dumps({"step": step, "validation_loss": 2 + 8 / math.sqrt(step)}) + "\n")
 
 
 def browse(tmp_path: Path, text: str, fragment: str = "", size: str = "1200,900") -> tuple[dict[str, Any], str]:

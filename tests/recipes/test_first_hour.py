@@ -25,8 +25,8 @@ def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("sanity", "profile_1b"), id="some", marks=pytest.mark.slow),
-        pytest.param(("first-hour", "limits_1b"), id="all", marks=pytest.mark.every),
+        pytest.param(("tests", "ladder_8b"), id="some", marks=pytest.mark.slow),
+        pytest.param(("first-hour",), id="all", marks=pytest.mark.every),
     ],
 )
 def test_the_first_hour_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -42,12 +42,6 @@ def test_the_first_hour_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path) ->
         for row in rows:
             assert "failed" not in found["rows"][row], (name, row, found["rows"][row])
             assert found["rows"][row].get("losses_match", True) or "float8" in name + row, (name, row)
-    assert all(result["ok"] for result in json.loads((tmp_path / "sanity.json").read_text()).values())
-    if "memory" in states:
-        assert all(row["memory_gib"] > 0 for row in json.loads((tmp_path / "memory.json").read_text()).values())
-    profile = json.loads((tmp_path / "profile_1b.json").read_text())
-    assert any("mm" in name for name, *_ in profile["longest"]) and profile["parts"]["matmul"] > 0
-    assert (tmp_path / "profile_1b.trace.json.gz").stat().st_size > 1000
     assert first_hour(tmp_path, *parts).stdout.splitlines() == [f"{name}: done before" for name in states]
 
 
