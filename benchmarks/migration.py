@@ -2,12 +2,14 @@
 
     python -m benchmarks.migration FOLDER --out benchmarks/results/migration.json
 
-The folder has the files and a `sources.json` with, for each file, its public address and the number of GPUs of the job:
-`{"llama3_8b.toml": {"link": "https://...", "gpus": 64}}`. Prints the table of docs/migration.md.
+The folder has the files and a `sources.json` with, for each file, its public address, the number of GPUs of the job and the
+environment of a script: `{"llama3_8b.toml": {"link": "https://...", "gpus": 64, "env": {}}}`. Prints the table of
+docs/migration.md.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,28 +25,23 @@ from titanlike.tools.programs import run_program
 SOURCES = "sources.json"
 
 
-def result(path: Path, link: str, gpus: int, first_lines: str = "") -> dict[str, Any]:
-    """Returns what became of a file.
-
-    Args:
-        first_lines: lines that the file needs at its top, which is what a script of its own leaves to its environment.
-    """
+def result(path: Path, link: str, gpus: int, env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what became of a file. A script has the environment `env`."""
     row: dict[str, Any] = {
         "file": path.name,
         "link": link,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "gpus": gpus,
-        "first_lines": first_lines,
+        "env": env,
     }
     with TemporaryDirectory() as folder:
-        source, recipe = Path(folder, path.name), Path(folder, "recipe.toml")
-        source.write_text(first_lines + path.read_text())
+        recipe = Path(folder, "recipe.toml")
         try:
-            job = convert(source, gpus)
+            job = convert(path, gpus, env)
             assert job is not None, f"{path} is of no known program"
             recipe.write_text(job.text())
         except UserError as error:
-            return row | {"refused": str(error).removeprefix(f"{source}: ")}
+            return row | {"refused": str(error).removeprefix(f"{path}: ")}
         row |= {
             "program": job.program,
             "keys": len(job.given),
@@ -67,8 +64,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
         name = f"[{row['file']}]({row['link']})"
-        if row["first_lines"]:
-            name += f", after `{row['first_lines'].strip()}`"
+        if row["env"]:
+            name += f", with {', '.join(f'`--env {key}={value}`' for key, value in row['env'].items())}"
         if "refused" in row:
             cells.append([name, row["gpus"], *[""] * 4, f"refused: {row['refused']}"])
             continue

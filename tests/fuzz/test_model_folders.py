@@ -32,7 +32,7 @@ from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.registry import build_model
-from titanlike.tools.cli import interchange as commands
+from titanlike.tools.migration.formats import import_recipe
 from titanlike.tools.programs import load_known
 
 CHUNK = 50
@@ -211,7 +211,7 @@ def mutate(folder: Path, rng: random.Random) -> None:
 def use(folder: Path) -> None:
     """Does with a folder what the commands do: reads weights, tokenizer and template, imports a recipe, exports."""
     weights = open_weights(folder)
-    commands.import_recipe(folder, folder.with_name("recipe.toml"))
+    import_recipe(folder, folder.with_name("recipe.toml"), None, {}, trust=False)
     recipe = load_known(folder.with_name("recipe.toml"), {"data.source": "synthetic"})
     assert recipe.model == weights.config
     model = build_model(weights.config)

@@ -3,8 +3,8 @@
 Expected values of the other programs were computed with torchtitan 0.2.2 and with Megatron-LM's main branch of August 2026.
 """
 
+import inspect
 import json
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +22,19 @@ from titanlike.optim.schedule import learning_rate
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
-from titanlike.tools.migration import megatron, torchtitan
+from titanlike.tools.migration import (
+    megatron,
+    megatron_model,
+    megatron_schedule,
+    script,
+    torchtitan,
+    torchtitan_models,
+)
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.formats import convert
 from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
 from titanlike.tools.migration.megatron_schedule import MegatronSchedule
-from titanlike.tools.migration.shell import commands_with, read_script
+from titanlike.tools.migration.script import landlock_version, run_script
 from titanlike.tools.migration.torchtitan import torchtitan_learning_rate
 from titanlike.tools.migration.torchtitan_keys import KEYS
 
@@ -107,17 +114,6 @@ def test_flavors_have_the_parameters_of_torchtitans_models(
     assert titan(tmp_path, base=base)[1].model.num_parameters() == num_parameters
 
 
-def test_the_rope_scaling_of_llama_is_that_of_the_version(tmp_path: Path) -> None:
-    _, new = titan(tmp_path)
-    job, old = titan(tmp_path, base=JOB.replace("hf_assets_path", "tokenizer_path"))
-    assert new.model.label() == "llama 3.1-8B" and old.model.label() == "llama 3-8B" and job.program == "torchtitan 0.1"
-    assert isinstance(new.model, LlamaConfig) and new.model.rope_scaling == 8.0
-    _, largest = titan(tmp_path, base=JOB.replace("hf_assets_path", "tokenizer_path").replace('"8B"', '"405B"'))
-    assert isinstance(largest.model, LlamaConfig) and largest.model.rope_scaling == 1.0
-    test = JOB.replace('hf_assets_path = "assets"', 'tokenizer_path = "tests/test_tiktoken.model"')
-    assert titan(tmp_path, base=test.replace('"8B"', '"debugmodel"'))[1].model.vocab_size == 2256
-
-
 @pytest.mark.parametrize(
     ("steps", "section", "expected"),
     [
@@ -177,23 +173,19 @@ def test_a_pipeline_of_torchtitan(tmp_path: Path) -> None:
     assert recipe.parallelism.pipeline_split == (8, 9, 8, 7) and recipe.training.local_batch_size == 1
     _, recipe = titan(tmp_path, text.format("interleaved1F1B"), gpus=8)
     assert recipe.parallelism.pipeline_split == (4, 5, 4, 4, 4, 4, 4, 3)
-    points = 'pipeline_parallel_split_points = ["layers.10", "layers.20", "layers.30"]\n'
-    assert titan(tmp_path, text.format("GPipe") + points)[1].parallelism.pipeline_split == (10, 10, 10, 2)
     with pytest.raises(UserError, match="'LoopedBFS' is not supported; use one of 1F1B"):
         titan(tmp_path, text.format("LoopedBFS"))
 
 
-def test_float8_of_both_versions(tmp_path: Path) -> None:
+def test_float8_of_torchtitan(tmp_path: Path) -> None:
     base = JOB.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["{}"]')
-    tables = "[{}]\nenable_fsdp_float8_all_gather = true\nfilter_fqns = ['output', 'attention.wk', 'router.gate']\n"
-    for converter, table in (("float8", "float8"), ("quantize.linear.float8", "quantize.linear.float8")):
-        job, recipe = titan(tmp_path, tables.format(table), base=base.format(converter))
-        found = recipe.float8
-        assert (found.scaling, found.all_gather, found.head) == ("tensorwise", True, False)
-        assert (
-            found.layers == ("*",) and found.skip == ("attention.wk",) and "router.gate" in job.comments["float8.skip"]
-        )
-    job, recipe = titan(tmp_path, tables.format("quantize.linear.float8"))
+    table = "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    table += "filter_fqns = ['output', 'attention.wk', 'router.gate']\n"
+    job, recipe = titan(tmp_path, table, base=base.format("quantize.linear.float8"))
+    found = recipe.float8
+    assert (found.scaling, found.all_gather, found.head) == ("tensorwise", True, False)
+    assert found.layers == ("*",) and found.skip == ("attention.wk",) and "router.gate" in job.comments["float8.skip"]
+    job, recipe = titan(tmp_path, table)
     assert recipe.float8.scaling == "none" and len([key for key in job.not_mapped if "float8" in key]) == 2
     mx = base.format("quantize.linear.mx") + "[quantize.linear.mx]\nfilter_fqns = ['output']\n"
     assert titan(tmp_path, base=mx)[1].float8.scaling == "mxfp8"
@@ -235,9 +227,7 @@ def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
     assert job.not_mapped["infra.affinity"].changes and "infra.affinity = true: unknown" in job.text()
     with pytest.raises(UserError, match=r'training.max_norm = "1" must be of type float'):
         titan(tmp_path, 'max_norm = "1"\n')
-    with pytest.raises(
-        UserError, match=r"training.batch_size: torchtitan 0.1 renamed it; write training.local_batch_size"
-    ):
+    with pytest.raises(UserError, match=r"training.batch_size: keys of torchtitan before 0.2 are not converted"):
         titan(tmp_path, "batch_size = 1\n")
 
 
@@ -248,7 +238,7 @@ def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
         ('"llama3"', '"gpt_oss"', "its jobs are not converted; write a recipe with model.name = 'gpt_oss'"),
         ('"llama3"', '"flux"', "it generates images"),
         ('"llama3"', '"mine"', "those are llama3 and qwen3"),
-        ('"8B"', '"9B"', "no flavor of llama3 in torchtitan 0.1 to 0.2.2"),
+        ('"8B"', '"9B"', "no flavor of llama3 in torchtitan 0.2"),
     ],
 )
 def test_models_that_do_not_exist_here_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -259,8 +249,17 @@ def test_models_that_do_not_exist_here_are_refused(tmp_path: Path, old: str, new
 # Megatron-LM
 
 
-def test_every_option_of_the_table_has_a_rule(tmp_path: Path) -> None:
-    """Options without an own rule are named with their reason; the others are used by a function."""
+def test_every_key_of_the_tables_has_a_rule() -> None:
+    sources = [
+        inspect.getsource(one) for one in (megatron, megatron_model, megatron_schedule, torchtitan, torchtitan_models)
+    ]
+    text = "".join(sources)
+    for key, known in (OPTIONS | KEYS).items():
+        name = key.rpartition(".")[2].removeprefix("--").removesuffix("-parallel-size")
+        assert known.ours or known.reason or name in text
+
+
+def test_options_without_a_rule_are_named_with_their_reason(tmp_path: Path) -> None:
     for key, known in OPTIONS.items():
         if known.reason:
             value = "" if known.default is False or known.default == [] else str(known.default or 1)
@@ -368,54 +367,70 @@ def test_batch_ramps_of_megatron(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_script(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"--tensor-model-parallel-size = \$TP: the script does not define TP; write TP=..."
-    ):
+    message = r"--tensor-model-parallel-size = '' is not an integer; the script does not set TP: give --env NAME=VALUE"
+    with pytest.raises(UserError, match=message):
         mega(tmp_path, base=LLAMA.replace("TP=2", ""))
     job, _ = mega(tmp_path, "--unheard-of 3", "--seq-lenght 5")
     assert job.not_mapped["--unheard-of"].reason == "unknown to Megatron-LM"
     assert job.not_mapped["--seq-lenght"].reason.endswith("did you mean --seq-length?")
-    condition = 'if [ -n "$KEY" ]; then EXTRA="--wandb-project p"; fi\n'
-    job, _ = mega(tmp_path, "$EXTRA", base=condition + LLAMA)
-    assert any("`[ -n $KEY ]` depends on its environment" in text for text in job.differences)
-    assert "the script does not define $EXTRA of the command; options in it are not seen" in job.differences
+    script = f'if [ -n "$KEY" ]; then EXTRA="--wandb-project $KEY"; fi\n{LLAMA} ${{EXTRA:-}} $1'
+    job, _ = mega(tmp_path, base=script)
+    assert "--wandb-project" not in job.given
+    assert "the script reads variables that are not set as empty: KEY, 1; --env NAME=VALUE sets one" in job.differences
+    named = megatron.convert("job.sh", script, 8, env={"KEY": "mine"})
+    assert named is not None and named.tables["metrics"]["project"] == "mine"
+    with pytest.raises(UserError, match=r"no start of Megatron-LM in it .*: unexpected end of file; exit"):
+        mega(tmp_path, base="if true; then " + LLAMA)
 
 
 SCRIPT = r"""
 #!/bin/bash
-# A comment with "a quote
-export A=1 B="two words" C='$A'
-: "${D:=4}"
-ARGS=(
-    --a $A   # one
-    --b "$B"
-    --c $C \
-    --sum $(( (A + 3) * D / 2 ))
-)
-ARGS+=("--d ${D:-5}" --e ${E:-five})
-OTHER="--f 1 --g ${D}"
-if [[ "$A" == "1" ]] && [ $D -gt 3 ]; then
-    ARGS+=(--yes)
-elif [ $D -gt 1 ]; then
-    ARGS+=(--maybe)
-else
-    ARGS+=(--no)
-fi
-[ "$A" = 2 ] && ARGS+=(--two)
-[[ $A == 2 ]] || ARGS+=(--not-two)
-for i in 1 2; do if [ $i = 1 ]; then X=1; fi; done
-X="${X:-}${A}x"
-torchrun pretrain_gpt.py ${ARGS[@]} $OTHER --h "${ARGS[0]}" --x $X 2>&1 | tee log
+set -e
+export PATH=%(programs)s:$PATH
+cd /no/such/folder && mkdir -p /no/such/logs
+[ -f helper.sh ] || exit 3
+source helper.sh
+never() { torchrun pretrain_gpt.py --num-layers 1 --never called by anything at all; }
+case $HELP in me) ARGS=(--a "two words");; *) ARGS=();; esac
+for i in 1 2; do ARGS+=(--layer$i $((i * 2))); done
+false && ARGS+=(--no) || ARGS+=(--yes)
+cat > list << EOF
+--b $HELP
+EOF
+srun --ntasks 2 bash -c "/opt/conda/bin/torchrun pretrain_gpt.py $(cat list)" > log 2>&1
+echo secret > %(outside)s || true
+/bin/sh -c 'echo secret > %(outside)s' || true
+exec $CONDA/bin/python -u /workspace/pretrain_gpt.py "${ARGS[@]}" --x "${NNODES}" > log 2>&1
 """
 
 
-def test_a_script_is_read_as_bash_does(tmp_path: Path) -> None:
-    show = 'torchrun() { printf "%s\\n" "$@" > result; }\n'
-    script = SCRIPT.replace("for i in 1 2; do if [ $i = 1 ]; then X=1; fi; done\n", "")  # loops are not run
-    subprocess.run(["bash", "-c", show + script], cwd=tmp_path, check=True, capture_output=True)
-    expected = (tmp_path / "result").read_text().splitlines()[1:]
-    ((before, found),) = commands_with(read_script(SCRIPT), r"pretrain_\w+\.py")
-    assert before == ["torchrun"] and found == expected and "--yes" in found and "--sum" in found
+def test_a_script_is_run_by_bash_which_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = tmp_path / "outside"
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/helper.sh").write_text("HELP=me\n")
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho started > log\nexit 1\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    text = SCRIPT % {"outside": outside, "programs": tmp_path}
+    found = run_script("job.sh", text, tmp_path / "job", {}, trust=not landlock_version())
+    expected = [
+        "python",
+        "-u",
+        "pretrain_gpt.py",
+        "--a",
+        "two words",
+        *["--layer1", "2", "--layer2", "4", "--yes", "--x"],
+        "",
+    ]
+    assert expected in found.commands
+    assert ["torchrun", "pretrain_gpt.py", "--b", "me"] in found.commands and len(found.commands) == 3
+    assert set(found.unset) == {"NNODES"} and found.problem.endswith("exit status 0")
+    assert sorted(file.name for file in (tmp_path / "job").iterdir()) == ["helper.sh"]
+    assert not landlock_version() or not outside.exists()
+    monkeypatch.setattr(script, "MAX_SECONDS", 1)
+    assert run_script("job.sh", "while :; do sleep 9; done", None, {}, trust=True).problem == "not done after 1 s"
+    monkeypatch.setattr(script, "landlock_version", lambda: 0)
+    with pytest.raises(UserError, match="this kernel cannot confine it: read it, then give --trust"):
+        run_script("job.sh", "true", None, {}, trust=False)
 
 
 # What is common
@@ -493,9 +508,9 @@ def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> No
 def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace('"c4"', '"mine"'))
-    row = migration.result(path, "https://example.org", 8)
+    row = migration.result(path, "https://example.org", 8, {})
     assert (row["keys"], row["mapped"], row["without_effect"], row["parameters"]) == (9, 7, 1, 8_030_261_248)
     assert row["not_mapped"] == {"training.dataset": "a data set of your own; set data.path to its files"}
     assert row["check"] == "data.source = 'stream' requires data.path, which is empty; set it, or data.mixture"
     path.write_text(JOB.replace('"llama3"', '"llama4"'))
-    assert migration.result(path, "https://example.org", 8)["refused"].startswith('model.name = "llama4"')
+    assert migration.result(path, "https://example.org", 8, {})["refused"].startswith('model.name = "llama4"')

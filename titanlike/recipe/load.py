@@ -33,14 +33,16 @@ def load(
     overrides: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     on_ignored: Callable[[str], None] = lambda line: None,
+    given: Mapping[str, Any] | None = None,
 ) -> T:
     """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key.
 
     Args:
         defaults: values of keys that neither the file nor the overrides set, as nested tables.
         on_ignored: called with a sentence about keys that have their default, because a later setting disables them.
+        given: the values of a recipe that is no file; `path` is then what errors call it.
     """
-    values, origins = read(path)
+    values, origins = read(path) if given is None else (dict(given), {})
     values = _merge(dict(defaults or {}), values)
     refuse_credentials("", [values, dict(overrides or {})])  # before any message that contains values
     _apply_overrides(recipe_type, values, origins, overrides or {})

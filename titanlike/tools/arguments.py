@@ -1,6 +1,7 @@
 """Argument types for argparse."""
 
 import argparse
+import re
 
 from titanlike.config.base import shown
 from titanlike.utils.arguments import parse_int
@@ -22,3 +23,18 @@ def _at_least(minimum: int, text: str) -> int:
         limit = " and below 10^9" if text.isdigit() and number is None else ""
         raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}{limit}, got {shown(text)!r}")
     return number
+
+
+def add_script_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of commands that read a shell script, which they run with bash."""
+    text = "a variable of the environment of a script; may be repeated"
+    parser.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "read a script by running it even if this machine's kernel cannot keep it from writing files (Landlock)"
+    parser.add_argument("--trust", action="store_true", help=text)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name) or not value.isprintable():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {shown(text)!r}")
+    return name, value

@@ -2,14 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
-from titanlike.recipe.load import dump
-from titanlike.tools.arguments import positive_int
+from titanlike.tools.arguments import add_script_options, positive_int
 from titanlike.tools.cli.command import add_command
-from titanlike.utils.atomic_write import atomic_write_text
 
 EXPORT = """\
 Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,
@@ -31,23 +27,17 @@ learning rate for fine-tuning. Set the data in it: without data.path it does not
 
   titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
 
-Or writes the recipe of a job of another program: a job config of torchtitan 0.1 to 0.2, or a shell script that starts Megatron-LM's
-pretrain_gpt.py. Each key of the file is in the recipe, or named in its comments with the reason why not.
+Or writes the recipe of a job of another program: a job config of torchtitan 0.2, or a shell script that starts Megatron-LM's
+pretrain_gpt.py, which is run with bash and a recorder in place of programs. Each key of the file is in the recipe, or named in its
+comments with the reason why not.
 
   titanlike import torchtitan.toml recipe.toml --gpus 64
-  titanlike import pretrain_llama.sh recipe.toml
+  titanlike import pretrain_llama.sh recipe.toml --env NNODES=8
 
 Of a checkpoint of torch.distributed.checkpoint that torchtitan or Megatron-LM wrote, it writes a checkpoint of the recipe's run:
 the weights and, where they can be converted, the state of AdamW and the step. The run resumes from it under any layout.
 
   titanlike import outputs/checkpoint/step-1000 train.toml --from torchtitan && titanlike train train.toml"""
-# Lines of an imported recipe, and the comments on them.
-COMMENTS = {
-    'source = "chat"': 'conversations or instructions; "text" or "shards" for continued pre-training',
-    'path = ""': "name your data here: the recipe does not run without it",
-    "lr = 1e-05": "of all weights; LoRA (lora.rank) usually has ten times as much",
-    "warmup_steps = 50": "the optimizer state is new",
-}
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -83,6 +73,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
     text = "program that wrote the checkpoint (default: recognized by its tensors)"
     command.add_argument("--from", dest="program", choices=["torchtitan", "megatron"], default="", help=text)
+    add_script_options(command)
     command.add_argument("--weights-only", action="store_true", help="start at step 1 with a new optimizer")
 
 
@@ -90,12 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs `import`."""
     if arguments.program or arguments.weights_only or _is_dcp(arguments.source):
         _import_checkpoint(arguments)
-    elif arguments.source.is_file():
-        from titanlike.tools.migration import formats
-
-        formats.import_recipe(arguments.source, arguments.recipe, arguments.gpus)
     else:
-        import_recipe(arguments.source, arguments.recipe)
+        from titanlike.tools.migration.formats import import_recipe
+
+        env = dict(arguments.env)
+        import_recipe(arguments.source, arguments.recipe, arguments.gpus, env, trust=arguments.trust)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -134,37 +124,3 @@ def _import_checkpoint(arguments: argparse.Namespace) -> None:
 
     recipe = load_known(arguments.recipe, {})
     print(import_checkpoint(arguments.source, recipe, arguments.program, weights_only=arguments.weights_only))
-
-
-def import_recipe(source: Path, recipe: Path) -> None:
-    """Writes a recipe that starts from the weights of a folder."""
-    from titanlike.interop.hf_folder import fields_of
-    from titanlike.interop.weights import open_weights
-
-    weights = open_weights(source)
-    if recipe.exists():
-        raise UserError(f"{recipe} exists; choose another file, or remove it")
-    config, folder = weights.config, str(source.absolute())
-    tables: dict[str, Any] = {
-        "program": "finetune",
-        "model": fields_of(config),
-        "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
-        "data": {"source": "chat", "path": ""},
-        "training": {"seq_len": min(2048, config.max_seq_len)},
-        "optimizer": {"lr": 1e-5},
-        "schedule": {"warmup_steps": 50, "decay": "cosine", "min_ratio": 0.1},
-        "checkpoint": {"initial": folder},
-    }
-    if not config.causal:
-        tables |= {"program": "mlm", "data": {"source": "text", "path": ""}}
-    if config.is_encoder_decoder:
-        fields = {"prompt_field": "source", "text_field": "target"}
-        tables |= {"program": "seq2seq", "data": {"source": "text", "path": "", **fields}}
-    lines = [f"# Starts from the weights in {shown(folder)}. Set [data], and the rest of [training]."]
-    for line in dump(tables).splitlines():
-        lines.append(f"{line.ljust(30)} # {COMMENTS[line]}" if line in COMMENTS else line)
-    try:
-        atomic_write_text(recipe, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
-    print(f"{recipe}: {config.label()}, {config.num_parameters():,} parameters")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
+from titanlike.tools.arguments import add_script_options
 from titanlike.tools.cli import processes
 from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
@@ -75,6 +77,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--write", type=Path, metavar="BEST.toml", help=text)
     text = "measure this machine's GPUs and links (or CPU), write a hardware file, and exit"
     parser.add_argument("--calibrate", type=Path, metavar="FILE.toml", help=text)
+    add_script_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,12 +154,9 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
 
     hardware = load_hardware(arguments.hardware)
     command_line = Arguments([arguments.recipe, *overrides])
-    job = formats.convert(command_line.recipe, counts[0])
-    if job:
-        with formats.written(job) as path:
-            recipe = load_known(path, command_line.overrides, _warn)
-    else:
-        recipe = load_known(command_line.recipe, command_line.overrides, _warn)
+    job = formats.convert(command_line.recipe, counts[0], dict(arguments.env), trust=arguments.trust)
+    load = job.load if job else partial(load_known, command_line.recipe)
+    recipe = load(command_line.overrides, _warn)
     hardware.check_dtype(recipe.training.compute_dtype)
     if recipe.model.num_layers > MAX_BLOCKS:
         raise UserError(

@@ -1,21 +1,25 @@
 """A recipe made from another program's job config, and what became of each of its keys. Converters of a program fill it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from titanlike.config.base import UserError, nearest, printable, show_value, shown, validate
-from titanlike.recipe import PretrainRecipe
+from titanlike.config.optimizer import Schedule
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import dump, effective
 
 T = TypeVar("T")
 
 IDLE = "no effect beside the other keys"
-UNUSED = "no rule takes it into account in this job"
 MAX_VALUE = 10**13  # such as samples of a run
+MAX_COMPARED = 100_000  # steps of a schedule
 WIDTH = 40  # column of the comments beside keys
+ORDER = tuple(PretrainRecipe.__dataclass_fields__)
 
 
 class Key(NamedTuple):
@@ -40,6 +44,11 @@ class Key(NamedTuple):
         if isinstance(value, bool):
             return not types or bool in types
         return not types or isinstance(value, (*types, int) if float in types else types)
+
+
+def without_effect(names: Mapping[str, str]) -> dict[str, Key]:
+    """Returns keys that a recipe has no need of, from their names by reason."""
+    return {name: Key(reason=reason) for reason, group in names.items() for name in group.split()}
 
 
 class NotMapped(NamedTuple):
@@ -72,7 +81,7 @@ class Conversion:
     """The program of `titanlike plan --program` that this one is."""
     plan_changes: dict[str, Any] = field(default_factory=dict)
     """What this job has otherwise than `planned_as` usually has."""
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
     """The recipe."""
     comments: dict[str, str] = field(default_factory=dict)
     mapped: dict[str, list[str]] = field(default_factory=dict)
@@ -82,7 +91,8 @@ class Conversion:
     """What the other program does otherwise whatever its keys say."""
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key, or its default. Raises `UserError` for a value of another type, or out of range."""
+        """The value of a key, or its default. A key that is read counts as mapped. Raises `UserError` for one of another type or
+        out of range."""
         known = self.keys[key]
         if key not in self.given:
             return known.default
@@ -93,6 +103,8 @@ class Conversion:
         is_number = isinstance(value, int | float) and value != known.default
         if is_number and not known.least <= value <= MAX_VALUE:
             raise UserError(f"{name} must be a number from {known.least} to {MAX_VALUE:,}")
+        if key not in self.not_mapped:
+            self.mapped.setdefault(key, [])
         return value
 
     def checked(self, type_: type[T], fields: Mapping[str, Any]) -> T:
@@ -116,12 +128,6 @@ class Conversion:
         )
         self.comments[ours] = "; ".join(filter(None, (origin, comment)))
 
-    def use(self, *keys: str) -> None:
-        """Notes that keys of the file are taken into account by another key, or have the only value that exists here."""
-        for key in keys:
-            if key in self.given and key not in self.not_mapped:
-                self.mapped.setdefault(key, [])
-
     def leave(self, key: str, reason: str, *, changes: bool = True) -> None:
         """Notes that a key of the file has no counterpart."""
         if key in self.given:
@@ -139,10 +145,23 @@ class Conversion:
         """Notes what the other program does otherwise."""
         self.differences.append(text)
 
+    def compare_schedule(self, section: Schedule, num_steps: int, theirs: Callable[[int], float], why: str) -> None:
+        """Notes how far the recipe's learning rate is from the other program's, both as fractions of the peak, at most."""
+        from titanlike.optim.schedule import learning_rate  # imports torch
+
+        steps = range(1, num_steps + 1, -(-num_steps // MAX_COMPARED))
+        difference, step = max(
+            (abs(learning_rate(step, num_steps, 1.0, section) - theirs(step)), step) for step in steps
+        )
+        if difference > 0:
+            self.differ(
+                f"learning rate: {why}; the largest difference is {difference:.2%} of the peak, at step {step:,}"
+            )
+
     def finish(self) -> None:
         """Maps the keys that have one counterpart, and accounts for every key of the file."""
         for key, known in self.keys.items():
-            if known.ours and key not in self.mapped and key not in self.not_mapped:
+            if known.ours and not self.mapped.get(key) and key not in self.not_mapped:
                 value = self[key]
                 if value is not None:
                     self.set(known.ours, value, key)
@@ -155,7 +174,7 @@ class Conversion:
                 meant = f"; did you mean {near}?" if near else ""
                 self.leave(key, f"unknown to {self.program}{meant}")
             elif key not in self.mapped and key not in self.not_mapped:
-                self.leave(key, UNUSED)
+                self.leave(key, IDLE, changes=False)
         self._drop_idle()
 
     def _drop_idle(self) -> None:
@@ -170,10 +189,17 @@ class Conversion:
                     self.leave(key, IDLE, changes=False)
         self.tables = kept
 
+    def load(
+        self, overrides: Mapping[str, str] | None = None, on_ignored: Callable[[str], None] = lambda line: None
+    ) -> PretrainRecipe:
+        """Loads the recipe."""
+        name = Path(f"the recipe of {self.source}")
+        return load(PretrainRecipe, name, overrides, on_ignored=on_ignored, given=deepcopy(self.tables))
+
     def text(self) -> str:
         """Returns the recipe as TOML, with what became of each key in comments."""
         processes = f", for {self.num_gpus} {'process' if self.num_gpus == 1 else 'processes'}" if self.num_gpus else ""
-        lines = [f"# Converted from {shown(self.source)}, a job of {self.program}{processes}."]
+        lines = [f"# Converted from {shown(self.source)}, of {self.program}{processes}."]
         groups = (
             ("Not mapped, and of effect:", [one for one in self.not_mapped.values() if one.changes]),
             ("Not mapped, without effect on training:", [one for one in self.not_mapped.values() if not one.changes]),
@@ -182,10 +208,10 @@ class Conversion:
             lines += ["#", f"# {title}"] if rows else []
             lines += [f"#   {shown(row.key)} = {show_value(row.value)}: {row.reason}" for row in rows]
         if self.differences:
-            lines += ["#", f"# What {self.program.split()[0]} computes otherwise:"]
+            lines += ["#", "# Differences:"]
             lines += [f"#   {text}" for text in self.differences]
         section = ""
-        for line in dump(_ordered(self.tables)).splitlines():
+        for line in dump({name: self.tables[name] for name in ORDER if name in self.tables}).splitlines():
             if line.startswith("["):
                 section = line.strip("[]")
             comment = self.comments.get(f"{section}.{line.partition(' = ')[0]}", "")
@@ -197,32 +223,9 @@ class Conversion:
         """Returns lines that say what was mapped and, of what was not, what has an effect."""
         effects = [one for one in self.not_mapped.values() if one.changes]
         quiet = len(self.not_mapped) - len(effects)
+        counts = f"{len(self.mapped)} keys mapped, {len(effects)} not mapped and of effect, {quiet} without effect"
         return [
-            f"{self.program}: {len(self.mapped)} keys mapped, {len(effects)} not mapped and of effect, {quiet} without effect",
+            *([f"{self.program}: {counts}"] if self.given else []),
             *(f"  not mapped: {shown(one.key)} = {show_value(one.value)}: {one.reason}" for one in effects),
             *(f"  different: {text}" for text in self.differences),
         ]
-
-
-ORDER = (
-    *("run", "model", "tokenizer", "data", "training", "optimizer", "schedule", "parallelism", "float8", "compile"),
-    *("activation_checkpoint", "checkpoint", "validation", "metrics", "profiling"),
-)
-
-
-def _ordered(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: tables[name] for name in sorted(tables, key=ORDER.index)}
-
-
-def stage_sizes(num_layers: int, num_stages: int, first: int, last: int) -> list[int]:
-    """Returns the blocks of each pipeline stage if the ends of the model count as this many blocks, as torchtitan divides them."""
-    per_stage, extra = divmod(num_layers + first + last, num_stages)
-    sizes = [per_stage + (index < extra) for index in range(num_stages)]
-    sizes[0] -= first
-    sizes[-1] -= last
-    return sizes
-
-
-def largest_difference(ours: Sequence[float], theirs: Sequence[float], steps: Sequence[int]) -> tuple[float, int]:
-    """Returns the largest difference of two schedules, and its step."""
-    return max((abs(a - b), step) for a, b, step in zip(ours, theirs, steps, strict=True))

@@ -1,9 +1,7 @@
 """Tells which program a user's file is of, and converts it. `titanlike import` and `titanlike plan` call it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials, shown
@@ -16,11 +14,14 @@ from titanlike.utils.atomic_write import atomic_write_text
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt", "")
 
 
-def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
+def convert(
+    path: Path, num_gpus: int | None = None, env: Mapping[str, str] | None = None, *, trust: bool = False
+) -> Conversion | None:
     """Returns a file of another program as a recipe; None for a recipe of this toolkit.
 
     Args:
         num_gpus: of the job, for programs whose batch or layout depends on it.
+        env, trust: how a script is run (`run_script`).
     """
     if not path.is_file():
         return None
@@ -31,7 +32,7 @@ def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
     if path.suffix == ".json":
         return hugging_face.convert(path)
     if path.suffix in SCRIPTS:
-        job = megatron.convert(str(path), text, num_gpus)
+        job = megatron.convert(str(path), text, num_gpus, path.parent, env, trust=trust)
         refuse_credentials("", dict(job.given) if job else {})
         return job
     try:
@@ -44,20 +45,19 @@ def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
     return torchtitan.convert(str(path), values, num_gpus)
 
 
-def import_recipe(path: Path, recipe: Path, num_gpus: int | None) -> None:
-    """Writes the recipe of another program's file, and prints what was mapped."""
-    job = convert(path, num_gpus)
+def import_recipe(source: Path, recipe: Path, num_gpus: int | None, env: Mapping[str, str], *, trust: bool) -> None:
+    """Writes the recipe of another program's file or of a model's folder, and prints what was mapped."""
+    job = convert(source, num_gpus, env, trust=trust) if source.is_file() else hugging_face.finetune(source)
+    name = shown(str(source))
     if job is None:
         raise UserError(
-            f"{shown(str(path))} is no file that can be imported: give a job config of torchtitan (.toml), a shell script "
-            "that starts "
+            f"{name} is no file that can be imported: give a job config of torchtitan (.toml), a shell script that starts "
             "Megatron-LM (.sh), or the folder of a Hugging Face model"
         )
     if not job.is_job:
         raise UserError(
-            f"{shown(str(path))} has no training in it: `titanlike plan {shown(str(path))} --gpus N` prices it, and "
-            "`titanlike import` takes "
-            "its folder, with the weights"
+            f"{name} has no training in it: `titanlike plan {name} --gpus N` prices it, and `titanlike import` takes its "
+            "folder, with the weights"
         )
     if recipe.exists():
         raise UserError(f"{recipe} exists; choose another file, or remove it")
@@ -66,16 +66,4 @@ def import_recipe(path: Path, recipe: Path, num_gpus: int | None) -> None:
     except OSError as error:
         raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
     check = f"check it with {train_command()} {recipe} --check {num_gpus or job.num_gpus or 'N'}"
-    print("\n".join([f"{recipe}: written from {path}", *job.summary(), check]))
-
-
-@contextmanager
-def written(job: Conversion) -> Iterator[Path]:
-    """Provides the recipe of a job as a file, for what reads one."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder, f"{Path(job.source).stem}.toml")
-        path.write_text(job.text(), encoding="utf-8")
-        try:
-            yield path
-        except UserError as error:
-            raise UserError(str(error).replace(str(path), f"the recipe of {job.source}")) from None
+    print("\n".join([f"{recipe}: written from {source}", *job.summary(), check]))

@@ -3,6 +3,8 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from titanlike.config.base import LIMIT, UserError, shown
@@ -10,41 +12,41 @@ from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.megatron_model import model_section
 from titanlike.tools.migration.megatron_options import KEYS
 from titanlike.tools.migration.megatron_schedule import set_schedule
-from titanlike.tools.migration.shell import commands_with, read_script
+from titanlike.tools.migration.script import PROGRAM, run_script
 
 MAX_SIZES = 10_000  # of a batch-size ramp
-PROGRAM = r"pretrain_\w+\.py"
 THRESHOLD = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-DATA_ORDER = "data: Megatron-LM shuffles with a seed of its own; here the order is a function of seed and step, whatever the layout"
+DATA_ORDER = "data: Megatron-LM shuffles with a seed of its own; here the order is a function of seed and step"
 
 
-def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
+def convert(
+    name: str,
+    text: str,
+    num_gpus: int | None,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    trust: bool = False,
+) -> Conversion | None:
     """Returns the recipe of a script that starts Megatron-LM, or of its command line; None if there is none in the text.
 
     Args:
         num_gpus: of the job. Default: from the launcher's options in the script.
+        folder, env, trust: of `run_script`.
     """
-    try:
-        script = read_script(text)
-    except ValueError as error:
-        raise UserError(f"{name} cannot be read as a shell script: {error}") from None
-    found = list(commands_with(script, PROGRAM))
-    if not found:
-        found = [([], command) for command in script.commands if any(word == "--num-layers" for word in command)]
-    if not found:
+    if not re.search(PROGRAM, text) and "--num-layers" not in text:
         return None
-    launcher, words = max(found, key=lambda one: len(one[1]))
-    options, undefined = _options(name, words)
+    script = run_script(name, text, folder, env or {}, trust=trust)
+    found = [_parts(words) for words in script.commands if _is_start(words)]
+    if not found:
+        raise UserError(f"{name}: bash finds no start of Megatron-LM in it ({script.problem})")
+    launcher, words = max(found, key=lambda one: (len(one[1]), one))  # others may set up something
+    options = _options(name, words, script.unset)
     job = Conversion("Megatron-LM", name, options, KEYS, num_gpus or _num_gpus(launcher), planned_as="megatron")
     where = "" if num_gpus else ", as its launcher's options say"
-    for line, condition in script.skipped:
-        job.differ(
-            f"line {line} of the script: `{shown(condition)}` depends on its environment, and is taken as neither true nor "
-            "false: define its "
-            "variables at the top of the script, or delete the condition"
-        )
-    for word in undefined:
-        job.differ(f"the script does not define {shown(word)} of the command; options in it are not seen")
+    if script.unset:
+        variables = shown(", ".join(script.unset))
+        job.differ(f"the script reads variables that are not set as empty: {variables}; --env NAME=VALUE sets one")
     model = model_section(job)
     _data(job)
     data_ranks = _layout(job, model.num_layers, where)
@@ -59,56 +61,54 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
     return job
 
 
-def _options(name: str, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns options and their values, of the types that are known of them, and words that may be undefined options. A flag has
-    the value true."""
-    # An array's item may be an option with its value.
-    words = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
-    options: dict[str, Any] = {}
-    undefined: list[str] = []
-    option = ""
+def _is_program(word: str) -> bool:
+    return re.fullmatch(PROGRAM, word.rpartition("/")[2]) is not None
+
+
+def _is_start(words: list[str]) -> bool:
+    """Whether a command starts Megatron-LM, or is its options alone."""
+    is_other = any(word.endswith(".py") for word in words)
+    return any(map(_is_program, words)) or ("--num-layers" in words and not is_other)
+
+
+def _parts(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns what a command line has before Megatron-LM's program, and after it."""
+    end = next((index for index, word in enumerate(words) if _is_program(word)), 0)
+    return words[:end], words[end + 1 :]
+
+
+def _options(name: str, words: list[str], unset: list[str]) -> dict[str, Any]:
+    """Returns options and their values, of the types that are known of them. A flag has the value true."""
+    options: dict[str, list[str]] = {}
+    values: list[str] = []
     for word in words:
         if re.match(r"--[a-zA-Z]", word):
             option, equals, value = word.partition("=")
-            options[option] = [value] if equals else []
-        elif re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word) and (not option or _is_complete(option, options[option])):
-            undefined.append(word)
-        elif option:
-            options[option].append(word.strip("'\""))
-    return {key: _typed(name, key, values) for key, values in options.items()}, undefined
+            values = options[option] = [value] if equals else []
+        else:
+            values.append(word.strip("'\""))
+    return {key: _typed(name, key, values, unset) for key, values in options.items()}
 
 
-def _is_complete(option: str, values: list[str]) -> bool:
-    """Whether an option has all values that it takes."""
-    known = KEYS.get(option)
-    if known is None or isinstance(known.default, list):
-        return False
-    return bool(values) or isinstance(known.default, bool)
-
-
-def _typed(name: str, key: str, values: list[str]) -> Any:
-    known = KEYS.get(key)
-    if known is None or isinstance(known.default, list):
-        is_read = known is not None and (not known.reason or known.changes)
-        return values if is_read else values[0] if len(values) == 1 else values or True
-    types = known.types or (type(known.default),)
-    text = " ".join(values)
+def _typed(name: str, key: str, values: list[str], unset: list[str]) -> Any:
+    known, text = KEYS.get(key), " ".join(values)
+    types = known.types or ((type(known.default),) if known.default is not None else ()) if known else ()
+    if list in types:
+        return values
+    if not types:
+        return text or True
     if bool in types:
         if values:
             raise UserError(f"{name}: {key} takes no value, but is followed by {shown(text)}")
         return True
     if str in types:
         return text
-    variables = re.findall(r"\$\{?(\w+)", text)
-    if variables:
-        raise UserError(
-            f"{name}: {key} = {shown(text)}: the script does not define {variables[0]}; write {variables[0]}=... at its top"
-        )
     try:
         return float(text) if float in types else int(text)
     except ValueError:
         kind = "a number" if float in types else "an integer"
-        raise UserError(f"{name}: {key} = {shown(text)!r} is not {kind}") from None
+        hint = f"; the script does not set {shown(', '.join(unset))}: give --env NAME=VALUE" if unset else ""
+        raise UserError(f"{name}: {key} = {shown(text)!r} is not {kind}{hint}") from None
 
 
 def _num_gpus(launcher: list[str]) -> int | None:
@@ -121,14 +121,8 @@ def _num_gpus(launcher: list[str]) -> int | None:
     return math.prod(sizes.values()) if len(sizes) == 2 else None
 
 
-def _path(text: str) -> str:
-    """Returns a path, "" if it has a variable that the script does not define."""
-    return "" if "$" in text else text
-
-
 def _data(job: Conversion) -> None:
     kind, model = job["--tokenizer-type"], job["--tokenizer-model"]
-    job.use("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--data-path", "--mock-data")
     if kind in ("", "GPT2BPETokenizer"):
         job.set(
             "tokenizer.encoding", "gpt2", "--tokenizer-type", "--vocab-file", comment="tiktoken's, with the same tokens"
@@ -136,19 +130,19 @@ def _data(job: Conversion) -> None:
     elif kind == "NullTokenizer":
         job.set("tokenizer.encoding", "bytes", "--tokenizer-type", comment="there is no text")
     else:
-        job.set("tokenizer.encoding", _path(model) or "tokenizer", "--tokenizer-model",
+        job.set("tokenizer.encoding", model or "tokenizer", "--tokenizer-model",
                 comment="a Hugging Face folder, tokenizer.json, or tiktoken file: set it")  # fmt: skip
         if kind in ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
             job.leave(
                 "--tokenizer-type", "SentencePiece files are not read; give the folder with the model's tokenizer.json"
             )
     paths = [path for path in job["--data-path"] if not re.fullmatch(r"[\d.]+", path)]
-    if job["--mock-data"] or not paths:
+    if job["--mock-data"] or "--data-path" not in job.given:
         job.set("data.source", "synthetic", "--mock-data")
     else:
         job.set("data.source", "shards", "--data-path")
         weights = [float(path) for path in job["--data-path"] if path not in paths]
-        files = [_path(path) or "shards" for path in paths]
+        files = [path or "shards" for path in paths or [""]]
         comment = "Megatron-LM's .bin and .idx are read in place"
         if len(files) > 1:
             job.set("data.mixture", files, "--data-path", comment=comment)
@@ -159,11 +153,9 @@ def _data(job: Conversion) -> None:
     job.set("data.document_masks", masks, "--reset-attention-mask")
     if job["--reset-position-ids"] != masks:
         job.leave("--reset-position-ids", "position ids restart if, and only if, attention is masked between documents")
-    job.use("--reset-position-ids")
     interval, iterations = job["--eval-interval"], job["--eval-iters"]
     shares: list[float] = [float(part) for part in re.findall(r"[\d.]+", job["--split"])]
     share = shares[1] / sum(shares) if len(shares) > 1 and any(shares) else 0.0
-    job.use("--split", "--eval-interval", "--eval-iters")
     if iterations < 1 or not share:
         job.set("validation.interval", 0, "--eval-iters", "--split")
         job.set("data.holdout_every", 0, "--split")
@@ -203,7 +195,6 @@ def _layout(job: Conversion, num_layers: int, where: str) -> int:
             )
     _data_parallel(job, data_ranks, expert)
     sequence_parallel, overlap = job["--sequence-parallel"], job["--tp-comm-overlap"]
-    job.use("--sequence-parallel", "--tp-comm-overlap", "--expert-tensor-parallel-size")
     if tensor > 1 and not sequence_parallel:
         job.differ(
             "--sequence-parallel is not set; it is always on here, which takes less memory and computes the same"
@@ -225,7 +216,6 @@ def _data_parallel(job: Conversion, data_ranks: int, expert: int) -> None:
     strategy = job["--data-parallel-sharding-strategy"]
     is_fsdp = any(job[key] for key in keys[1:])
     shards = "optim_grads_params" if job["--use-torch-fsdp2"] else strategy if is_fsdp else "optim"
-    job.use(*keys, "--data-parallel-sharding-strategy", "--overlap-grad-reduce", "--overlap-param-gather")
     if not (job["--overlap-grad-reduce"] or is_fsdp):
         job.plan_changes["overlaps"] = False
     if (is_fsdp and shards != "no_shard") or job[keys[0]] or expert > 1:
@@ -266,7 +256,6 @@ def _pipeline(job: Conversion, num_layers: int, pipeline: int) -> None:
         "--decoder-last-pipeline-num-layers",
     )
     per_stage, virtual, first, last = (job[key] for key in keys)
-    job.use(*keys)
     if pipeline == 1:
         return
     if per_stage:
@@ -312,7 +301,6 @@ def _batch(job: Conversion, data_ranks: int) -> int:
 def _ramp(job: Conversion, total: int) -> list[list[int]]:
     """Returns the pairs of steps and sequences before the last batch size."""
     linear, stepwise = job["--rampup-batch-size"], job["--step-batch-size-schedule"]
-    job.use("--rampup-batch-size", "--step-batch-size-schedule")
     try:
         if linear:
             start, increment, samples = map(int, linear)
@@ -348,7 +336,6 @@ def _ramp(job: Conversion, total: int) -> list[list[int]]:
 
 
 def _optimizer(job: Conversion) -> None:
-    job.use("--optimizer", "--clip-grad", "--decoupled-lr", "--decoupled-min-lr", "--lr")
     if job["--optimizer"] != "adam":
         job.leave("--optimizer", "AdamW here")
     if not job["--lr"]:
@@ -375,7 +362,6 @@ def _precision(job: Conversion) -> None:
     job.set("training.compute_dtype", half if job["--bf16"] or job["--fp16"] else "float32", "--bf16", "--fp16")
     job.set("training.reduce_dtype", "bfloat16" if job["--grad-reduce-in-bf16"] else "float32", "--grad-reduce-in-bf16",
             "--accumulate-allreduce-grads-in-fp32")  # fmt: skip
-    job.use("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-param")
     if job["--fp8-format"]:
         recipe = job["--fp8-recipe"]
         scaling = {"tensorwise": "tensorwise", "mxfp8": "mxfp8"}.get(recipe, "tensorwise")
@@ -397,7 +383,6 @@ def _precision(job: Conversion) -> None:
         "--checkpoint-activations",
         "--activations-checkpoint-method",
     )
-    job.use(*keys, "--recompute-method", "--recompute-num-layers", "--recompute-modules")
     comment = (
         "Megatron-LM recomputes attention scores, which flash attention never stores"
         if granularity == "selective"
@@ -416,12 +401,11 @@ def _checkpoint(job: Conversion) -> None:
     job.set("checkpoint.interval", job["--save-interval"] or job["--persistent-save-interval"] or 0, "--save-interval",
             "--persistent-save-interval")  # fmt: skip
     job.set("checkpoint.mode", "async" if job["--async-save"] else "sync", "--async-save")
-    job.use("--save-retain-interval")
     if job["--save-retain-interval"]:
         job.set("checkpoint.keep_every", job["--save-retain-interval"], "--save-retain-interval")
     else:
         job.set("checkpoint.keep_every", 1, comment="Megatron-LM keeps all checkpoints")
-    if load and load == save:
+    if load == save:
         job.leave("--load", "a run of the same name resumes by itself", changes=False)
     else:
         job.leave("--load", "`titanlike import CHECKPOINT recipe.toml` converts a checkpoint")
@@ -434,10 +418,9 @@ def _observation(job: Conversion, steps: int) -> None:
         name for name, key in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")) if key in job.given
     ]
     job.set("metrics.trackers", trackers, "--tensorboard-dir", "--wandb-project")
-    if name := _path(job["--wandb-project"]):
-        job.set("metrics.project", name[:100], "--wandb-project")
+    if job["--wandb-project"]:
+        job.set("metrics.project", job["--wandb-project"][:100], "--wandb-project")
     start, end = job["--profile-step-start"], job["--profile-step-end"]
-    job.use("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end")
     if job["--profile"] and 0 < start <= steps:
         job.set("profiling.steps", [start], "--profile", "--profile-step-start")
         job.set("profiling.num_steps", max(1, end - start), "--profile-step-end")

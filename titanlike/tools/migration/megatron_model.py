@@ -60,8 +60,6 @@ def model_section(job: Conversion) -> TransformerConfig:
     put("vocab_size", *_vocabulary(job))
     put("max_seq_len", max(job["--max-position-embeddings"] or 0, job["--seq-length"]), "--max-position-embeddings")
     job.set("training.seq_len", job["--seq-length"], "--seq-length")
-    job.use("--ffn-hidden-size", "--kv-channels", "--group-query-attention", "--num-query-groups", "--no-position-embedding",
-            "--use-rotary-position-embeddings", "--rotary-percent", "--attention-dropout")  # fmt: skip
     ffn = job["--ffn-hidden-size"] or (int(4 * dim * 2 / 3 / 64) * 64 if job["--swiglu"] else 4 * dim)
     kv_heads = (job["--num-query-groups"] or 1) if job["--group-query-attention"] else heads
     head_dim = job["--kv-channels"] or dim // heads
@@ -74,7 +72,6 @@ def model_section(job: Conversion) -> TransformerConfig:
     if not job["--num-experts"]:
         for key in [key for key in job.given if key.startswith("--moe-")]:
             job.leave(key, "there are no experts", changes=False)
-    job.use("--init-method-std")
     if job["--init-method-std"] != INITIAL_STD:
         job.leave("--init-method-std", f"initial weights have a standard deviation of {INITIAL_STD} here")
     config = job.checked(config_class(name), fields)
@@ -108,7 +105,6 @@ def _family(job: Conversion) -> str:
 
 def _vocabulary(job: Conversion) -> tuple[Any, ...]:
     """Returns the padded vocabulary, its options and a comment, as arguments of `put`."""
-    job.use("--vocab-size", "--make-vocab-size-divisible-by")
     if job["--padded-vocab-size"]:
         return (job["--padded-vocab-size"], "--padded-vocab-size")
     kind, size = job["--tokenizer-type"], job["--vocab-size"]
@@ -158,20 +154,17 @@ def _llama(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) ->
         raise UserError(
             f"{job.source}: --rotary-percent = {job['--rotary-percent']:g}: RoPE rotates the whole head here"
         )
-    job.use("--use-rope-scaling", "--rope-scaling-factor")
     if job["--use-rope-scaling"] and cls.has_field("rope_scaling"):
         put("rope_scaling", job["--rope-scaling-factor"], "--use-rope-scaling", "--rope-scaling-factor")
     elif job["--use-rope-scaling"]:
         job.leave("--use-rope-scaling", f"{name} has no RoPE scaling here")
     tied = not job["--untie-embeddings-and-output-weights"]
-    job.use("--untie-embeddings-and-output-weights")
     if cls.has_field("tied_head"):
         put("tied_head", tied, "--untie-embeddings-and-output-weights")
     elif tied != cls.tied_head:
         job.differ(f"--untie-embeddings-and-output-weights is not set; the head of {name} is never tied here")
     if job["--hidden-dropout"]:
         job.lack("--hidden-dropout", f"{name} has no dropout here")
-    job.use("--hidden-dropout", "--disable-bias-linear", "--add-qkv-bias")
     if not job["--disable-bias-linear"]:
         job.differ(
             f"--disable-bias-linear is not set, so that all linear layers have biases; those of {name} have none here"
@@ -183,19 +176,12 @@ def _llama(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) ->
 
 
 def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
-    job.use(
-        "--moe-ffn-hidden-size",
-        "--moe-shared-expert-intermediate-size",
-        "--moe-layer-freq",
-        "--moe-router-score-function",
-    )
     if str(job["--moe-layer-freq"]) not in ("1", "([1]*1)"):
         raise UserError(f"{job.source}: --moe-layer-freq = {job['--moe-layer-freq']}: every block has experts here")
     width = job["--moe-ffn-hidden-size"] or ffn
     put("ffn_dim", width, "--moe-ffn-hidden-size", "--ffn-hidden-size")
     put("num_experts", job["--num-experts"], "--num-experts")
     put("experts_per_token", job["--moe-router-topk"], "--moe-router-topk")
-    job.use("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
     kind = job["--moe-router-load-balancing-type"]
     if kind in ("aux_loss", "seq_aux_loss"):
         # Megatron-LM adds a loss for each block, of loads that sum to 1; here it is one of all blocks, of loads that sum to topk.
@@ -214,12 +200,6 @@ def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
             "--moe-router-load-balancing-type",
             "the load is balanced by model.balance_loss or model.balance_bias_rate here",
         )
-    job.use(
-        "--moe-router-pre-softmax",
-        "--moe-router-topk-scaling-factor",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate",
-    )
     if not cls.has_field("router_score"):
         for key in (
             "--moe-router-score-function",
@@ -248,6 +228,5 @@ def _norm_epsilon(job: Conversion, config: TransformerConfig) -> None:
     if config.has_field("norm_eps"):
         job.set("model.norm_eps", epsilon, key)
         return
-    job.use(key)
     if epsilon != config.norm_eps:
         job.lack(key, f"{config.norm_eps:g} in {config.name}")

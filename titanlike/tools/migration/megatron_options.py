@@ -3,7 +3,7 @@
 The options are for pre-training of language models, in Megatron-LM 2.5 to core 0.19.
 """
 
-from titanlike.tools.migration.conversion import Key
+from titanlike.tools.migration.conversion import Key, without_effect
 
 SPEED = "an option of Megatron-LM's kernels or communication, without effect on results"
 LOGS = "logs: metrics.jsonl in the run directory has what is measured"
@@ -27,7 +27,6 @@ KEYS: dict[str, Key] = {
     "--max-position-embeddings": Key(None, types=INT),
     "--position-embedding-type": Key("learned_absolute"),
     "--use-rotary-position-embeddings": Key(False),
-    "--no-position-embedding": Key(False),
     "--rotary-base": Key(10000, types=FLOAT),
     "--rotary-percent": Key(1.0),
     "--rotary-interleaved": Key(False, reason=f"the same function of permuted weights; {NOT_CONVERTED}", changes=True),
@@ -174,7 +173,6 @@ KEYS: dict[str, Key] = {
     "--use-custom-fsdp": Key(False),
     "--data-parallel-sharding-strategy": Key("no_shard"),
     "--overlap-grad-reduce": Key(False),
-    "--overlap-param-gather": Key(False),
     "--num-distributed-optimizer-instances": Key(1, reason="see parallelism.replicate", changes=True),
     "--outer-dp-sharding-strategy": Key("no_shard", reason="see parallelism.replicate", changes=True),
     "--cp-comm-type": Key(["p2p"], reason="keys and values are all-gathered; the result is the same"),
@@ -183,7 +181,6 @@ KEYS: dict[str, Key] = {
     "--tokenizer-type": Key(""),
     "--tokenizer-model": Key(""),
     "--vocab-file": Key(""),
-    "--merge-file": Key(""),
     "--data-path": Key([]),
     "--mock-data": Key(False),
     "--split": Key("969, 30, 1"),
@@ -211,14 +208,12 @@ KEYS: dict[str, Key] = {
     "--tensorboard-dir": Key(""),
     "--wandb-project": Key(""),
     "--profile": Key(False),
-    "--use-pytorch-profiler": Key(False),
     "--profile-step-start": Key(10),
     "--profile-step-end": Key(12),
     "--profile-ranks": Key([], reason="see profiling.ranks"),
     "--attention-backend": Key("auto", reason="training.attention = 'auto' takes the fastest kernel"),
 }  # fmt: skip
-# Options without a counterpart and without effect on results, by reason. Those with a value take one or several words.
-for _reason, _names in {
+OPTIONS = {
     SPEED: """use-mcore-models use-legacy-models use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
         no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion cross-entropy-loss-fusion
         cross-entropy-fusion-impl no-async-tensor-model-parallel-allreduce manual-gc manual-gc-interval no-manual-gc-eval
@@ -235,7 +230,7 @@ for _reason, _names in {
         no-contiguous-buffers-in-local-ddp delay-wgrad-compute high-priority-stream-groups num-workers no-mmap-bin-files
         no-create-attention-mask-in-dataloader
         data-cache-path data-impl num-dataset-builder-threads tiktoken-pattern tiktoken-num-special-tokens rope-type
-        grad-reduce-div-fusion no-clone-scatter-output-in-embedding""",
+        overlap-param-gather grad-reduce-div-fusion no-clone-scatter-output-in-embedding""",
     LOGS: """log-params-norm log-num-zeros-in-grad log-throughput log-progress timing-log-level timing-log-option
         no-barrier-with-level-1-timing tensorboard-log-interval tensorboard-queue-size log-timers-to-tensorboard
         no-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard
@@ -250,8 +245,10 @@ for _reason, _names in {
     CLUSTER: """distributed-backend distributed-timeout-minutes exit-signal-handler enable-ft-package calc-ft-timeouts local-rank
         adlr-autoresume adlr-autoresume-interval check-for-spiky-loss check-for-large-grads no-check-for-nan-in-loss-and-grad
         rerun-mode error-injection-rate disable-gloo-process-groups lazy-mpu-init""",
+    "positions are those of --position-embedding-type": "no-position-embedding",
+    "tiktoken has GPT-2's merges": "merge-file",
+    "torch.profiler is the only profiler": "use-pytorch-profiler",
     MOE_SPEED: """moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type moe-enable-deepep moe-permute-fusion
         moe-shared-expert-overlap moe-router-fusion moe-extended-tp""",
-}.items():  # fmt: skip
-    for _name in _names.split():
-        KEYS[f"--{_name}"] = Key([], reason=_reason)
+}
+KEYS |= {f"--{name}": key for name, key in without_effect(OPTIONS).items()}

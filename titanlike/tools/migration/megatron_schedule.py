@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 
 from titanlike.config.optimizer import Schedule
-from titanlike.tools.migration.conversion import Conversion, largest_difference
-
-MAX_COMPARED = 100_000  # steps of a schedule
+from titanlike.tools.migration.conversion import Conversion
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ def set_schedule(job: Conversion, steps: int) -> None:
     style = "WSD" if style.upper() == "WSD" else style
     wsd = job["--lr-wsd-decay-iters"] or (job["--lr-wsd-decay-samples"] or 0) / total
     wsd_style = job["--lr-wsd-decay-style"]
-    job.use(*decay_keys, "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style")
     shape = {"constant": "none", "linear": "linear", "cosine": "cosine"}.get(style, "")
     if style == "WSD":
         shape = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}.get(wsd_style, "")
@@ -76,20 +73,9 @@ def set_schedule(job: Conversion, steps: int) -> None:
     section = job.checked(Schedule, job.tables["schedule"])
     minimum, initial = minimum / peak, job["--lr-warmup-init"] / peak
     theirs = MegatronSchedule(warmup, decay_steps, style, minimum, initial, wsd, wsd_style, total)
-    _compare_schedule(job, section, steps, theirs)
-
-
-def _compare_schedule(job: Conversion, section: Schedule, steps: int, theirs: MegatronSchedule) -> None:
-    """Notes how far the learning rate is from Megatron-LM's at most."""
-    from titanlike.optim.schedule import learning_rate  # imports torch
-
-    sampled = range(1, steps + 1, -(-steps // MAX_COMPARED))
-    ours = [learning_rate(step, steps, 1.0, section) for step in sampled]
-    difference, step = largest_difference(ours, [theirs.rate(step) for step in sampled], sampled)
     why = "it counts from 0 there, so that the first step of a warmup has a learning rate of 0"
     if theirs.decay_steps != steps:
         why += f"; the decay ends at step {theirs.decay_steps:,.0f} of {steps:,} there, and at the last here"
     if "batch_ramp" in job.tables["training"]:
         why += "; it counts samples there, so that it is slower during the ramp of the batch size"
-    if difference > 0:
-        job.differ(f"learning rate: {why}; the largest difference is {difference:.2%} of the peak, at step {step:,}")
+    job.compare_schedule(section, steps, theirs.rate, why)

@@ -1,4 +1,4 @@
-"""Job configs of torchtitan 0.1 to 0.2.2 as recipes. `formats.py` calls it for `titanlike import` and `titanlike plan`."""
+"""Job configs of torchtitan 0.2.0 to 0.2.2 as recipes. `formats.py` calls it for `titanlike import` and `titanlike plan`."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,10 @@ from typing import Any
 
 from titanlike.config.base import UserError
 from titanlike.config.optimizer import Schedule
-from titanlike.tools.migration.conversion import Conversion, largest_difference, stage_sizes
-from titanlike.tools.migration.torchtitan_keys import KEYS, ONLY_0_1, RENAMED
+from titanlike.tools.migration.conversion import Conversion
+from titanlike.tools.migration.torchtitan_keys import KEYS
 from titanlike.tools.migration.torchtitan_models import SOURCE_C4, VALIDATION_C4, model_section
 
-MAX_COMPARED = 100_000  # steps of a schedule
-OLD_TOKENIZER = "./torchtitan/datasets/tokenizer/tokenizer.model"  # the default of 0.1
 MAX_TRACES = 10  # of a recipe; torchtitan has no limit
 
 SCHEDULES = {
@@ -22,15 +20,15 @@ SCHEDULES = {
     "zbvzerobubble": "zbv",
     "dualpipev": "dualpipev",
 }
+# Keys of earlier versions, whose models and defaults differ.
+EARLIER = {"training.batch_size", "training.compile", "checkpoint.enable_checkpoint", "model.tokenizer_path"}
 INITIALIZATION = (
     "initial weights: normal with a standard deviation of 1 for the embedding, dim**-0.5 for the head, and for wo, w2 and w3 "
-    "of block i "
-    "0.02 / sqrt(2 * (i + 1)); here 0.02, and 0.02 / sqrt(2 * num_layers) for wo and w2"
+    "of block i 0.02 / sqrt(2 * (i + 1)); here 0.02, and 0.02 / sqrt(2 * num_layers) for wo and w2"
 )
 DATA_ORDER = (
     "data: each rank reads its part of the stream and skips a token between sequences; here the order is a function of seed "
-    "and step, "
-    "whatever the layout"
+    "and step, whatever the layout"
 )
 
 
@@ -41,24 +39,19 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
         num_gpus: of the job, which its batch size may depend on.
     """
     given = dict(_flat(values))
-    if predecessors := sorted(RENAMED.keys() & given.keys()):
+    if earlier := sorted(EARLIER & given.keys()):
         raise UserError(
-            f"{name}: {', '.join(predecessors)}: torchtitan 0.1 renamed it; write "
-            f"{', '.join(RENAMED[key] for key in predecessors)} instead"
+            f"{name}: {', '.join(earlier)}: keys of torchtitan before 0.2 are not converted; write those of 0.2.2 instead"
         )
-    is_old = bool(ONLY_0_1 & given.keys()) or ("model.tokenizer_path" in given and "model.hf_assets_path" not in given)
-    version = "0.1" if is_old else "0.2"
-    job = Conversion(
-        f"torchtitan {version}", name, given, KEYS, num_gpus, planned_as="torchtitan_2024" if is_old else "torchtitan"
-    )
-    model = model_section(job, is_old=is_old)
-    _tokens(job, is_old=is_old)
+    job = Conversion("torchtitan 0.2", name, given, KEYS, num_gpus, planned_as="torchtitan")
+    model = model_section(job)
+    _data(job)
     data_ranks = _batch(job)
     _optimizer(job)
     _schedule(job)
     _layout(job, model.num_layers)
     _float8(job, model.matrices())
-    _compute(job, is_old=is_old)
+    _compute(job)
     _checkpoint(job)
     _validation(job, data_ranks)
     _observation(job)
@@ -75,17 +68,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _tokens(job: Conversion, *, is_old: bool) -> None:
+def _data(job: Conversion) -> None:
     """Tokenizer and training data."""
-    old, new = job["model.tokenizer_path"], job["model.hf_assets_path"]
-    if "model.hf_assets_path" not in job.given and (old or is_old):
-        job.set("tokenizer.encoding", old or OLD_TOKENIZER, "model.tokenizer_path")
-    else:
-        job.leave("model.tokenizer_path", "model.hf_assets_path takes precedence", changes=False)
-        job.set("tokenizer.encoding", new, "model.hf_assets_path")
+    job.set("tokenizer.encoding", job["model.hf_assets_path"], "model.hf_assets_path")
     job.set("tokenizer.special", "both", comment="torchtitan delimits documents on both sides")
     name, path = job["training.dataset"].lower(), job["training.dataset_path"]
-    job.use("training.dataset", "training.dataset_path")
     job.set("data.source", "text" if name == "c4_test" else "stream", "training.dataset")
     known = {"c4": SOURCE_C4, "c4_test": "tests/assets/c4_test", "c4_validation": VALIDATION_C4}
     if path:
@@ -121,8 +108,7 @@ def _batch(job: Conversion) -> int:
     elif not data_ranks:
         raise UserError(
             f"{job.source}: training.global_batch_size is not set, so that the batch is training.local_batch_size = {local} "
-            "sequences on "
-            "each data-parallel rank; give the number of GPUs of the job, such as --gpus 8"
+            "sequences on each data-parallel rank; give the number of GPUs of the job, such as --gpus 8"
         )
     else:
         job.batch_grows = True
@@ -130,7 +116,6 @@ def _batch(job: Conversion) -> int:
         keys = ("training.local_batch_size", "training.global_batch_size")
         job.set("training.global_batch_size", local * data_ranks, *keys, comment=comment)
     if job["parallelism.pipeline_parallel_degree"] > 1:
-        job.use("training.local_batch_size")
         job.set(
             "training.local_batch_size",
             job["parallelism.pipeline_parallel_microbatch_size"],
@@ -153,7 +138,6 @@ def _optimizer(job: Conversion) -> None:
             "optimizer.weight_decay",
             comment="norms too, as torchtitan decays them; without this line, matrices and embeddings only",
         )
-    job.use("optimizer.name")
     if job["optimizer.name"] != "AdamW":
         job.leave("optimizer.name", "AdamW here; Adam adds weight decay to the gradient instead")
 
@@ -165,11 +149,8 @@ def _schedule(job: Conversion) -> None:
             "lr_scheduler.total_steps",
             f"the schedule here ends at training.steps; set training.steps to it, and stop the run at step {steps}",
         )
-    job.use("lr_scheduler.total_steps")
     warmup = min(given_warmup, steps)
     kind, ratio = job["lr_scheduler.decay_type"], job["lr_scheduler.decay_ratio"]
-    factor_key = "lr_scheduler.lr_min" if "lr_scheduler.lr_min" in job.given else "lr_scheduler.min_lr_factor"
-    job.use("lr_scheduler.min_lr_factor")
     length = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
     comment = f"torchtitan limits {given_warmup} to all steps" if warmup != given_warmup else ""
     job.set("schedule.warmup_steps", warmup, "lr_scheduler.warmup_steps", comment=comment)
@@ -177,42 +158,22 @@ def _schedule(job: Conversion) -> None:
     whole = ratio is None or not length or length == steps - warmup
     job.set("schedule.decay_ratio", 0.0 if whole else float(ratio), "lr_scheduler.decay_ratio",
             comment="0: all steps after the warmup" if whole else "")  # fmt: skip
-    job.set("schedule.min_ratio", job[factor_key], factor_key)
+    job.set("schedule.min_ratio", job["lr_scheduler.min_lr_factor"], "lr_scheduler.min_lr_factor")
     section = job.checked(Schedule, job.tables["schedule"])
-    difference, step = schedule_difference(section, steps)
-    if difference > 0:
-        job.differ(
-            "learning rate: the decay begins one step later and would reach its end one step after the last; the largest "
-            f"difference is {difference:.2%} of the peak, at step {step}"
-        )
+    job.compare_schedule(
+        section,
+        steps,
+        lambda step: torchtitan_learning_rate(step, steps, section),
+        "the decay begins one step later and would reach its end one step after the last",
+    )
 
 
 def torchtitan_learning_rate(step: int, num_steps: int, section: Schedule) -> float:
     """Returns torchtitan's learning rate of a step, counted from 1, as a fraction of the peak."""
-    if step <= section.warmup_steps:
-        return step / section.warmup_steps
-    length = section.num_decay_steps(num_steps) if section.decay != "none" else 0
-    progress = (step - (num_steps + 1 - length)) / max(length, 1)  # a step behind this toolkit's
-    if not length or progress <= 0:
-        return 1.0
-    remaining = {
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "sqrt": 1.0 - math.sqrt(progress),
-    }[section.decay]
-    return section.min_ratio + (1.0 - section.min_ratio) * remaining
-
-
-def schedule_difference(section: Schedule, num_steps: int) -> tuple[float, int]:
-    """Returns the largest difference from torchtitan's learning rate, as a fraction of the peak, and its step."""
     from titanlike.optim.schedule import learning_rate  # imports torch
 
-    steps = range(1, num_steps + 1, -(-num_steps // MAX_COMPARED))
-    return largest_difference(
-        [learning_rate(step, num_steps, 1.0, section) for step in steps],
-        [torchtitan_learning_rate(step, num_steps, section) for step in steps],
-        steps,
-    )
+    is_decay = step > num_steps - section.num_decay_steps(num_steps)
+    return learning_rate(step - is_decay, num_steps, 1.0, section)
 
 
 def _layout(job: Conversion, num_layers: int) -> None:
@@ -224,13 +185,11 @@ def _layout(job: Conversion, num_layers: int) -> None:
         "parallelism.fsdp_reshard_after_forward",
     )
     asynchronous = job["parallelism.enable_async_tensor_parallel"]
-    job.use("parallelism.enable_async_tensor_parallel")
     if asynchronous and job["parallelism.tensor_parallel_degree"] == 1:
         job.leave("parallelism.enable_async_tensor_parallel", "there is no tensor parallelism", changes=False)
     else:
         job.set("parallelism.async_tensor_parallel", asynchronous, "parallelism.enable_async_tensor_parallel")
     tensor, expert_tensor = job["parallelism.tensor_parallel_degree"], job["parallelism.expert_tensor_parallel_degree"]
-    job.use("parallelism.expert_tensor_parallel_degree")
     if job["parallelism.expert_parallel_degree"] > 1 and expert_tensor != tensor:
         job.leave(
             "parallelism.expert_tensor_parallel_degree",
@@ -238,7 +197,7 @@ def _layout(job: Conversion, num_layers: int) -> None:
         )
     stage_keys = [
         f"parallelism.{name}"
-        for name in ("pipeline_parallel_split_points", "module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers",
+        for name in ("module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers",
                      "pipeline_parallel_last_stage_less_layers", "pipeline_parallel_layers_per_stage", "pipeline_parallel_schedule")
     ]  # fmt: skip
     pipeline = job["parallelism.pipeline_parallel_degree"]
@@ -246,63 +205,57 @@ def _layout(job: Conversion, num_layers: int) -> None:
         for key in stage_keys:
             job.leave(key, "there is no pipeline", changes=False)
         return
-    points, modules, first, last, per_stage, name = (job[key] for key in stage_keys)
-    job.use(*stage_keys)
+    modules, first, last, per_stage, name = (job[key] for key in stage_keys)
     schedule = SCHEDULES.get(name.lower())
     if schedule is None:
         raise UserError(
             f"{job.source}: parallelism.pipeline_parallel_schedule = {name!r} is not supported; use one of 1F1B, GPipe, "
-            "Interleaved1F1B, "
-            "InterleavedZeroBubble, ZBVZeroBubble and DualPipeV"
+            "Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble and DualPipeV"
         )
     job.set("parallelism.pipeline_schedule", schedule, stage_keys[-1])
     if modules:
         sizes = [
             sum(str(module).startswith("layers.") for module in part) for part in modules if isinstance(part, list)
         ]
-    elif points:
-        ends = [int(end) for point in points if (end := str(point).rpartition(".")[2]).isdecimal()]
-        sizes = [end - start for start, end in zip([0, *ends], [*ends, num_layers], strict=True)]
     else:
         stages = pipeline * (1 if schedule in ("1f1b", "gpipe") else 2)
         stages = -(-(num_layers + first + last) // per_stage) if per_stage else stages
-        sizes = stage_sizes(num_layers, stages, first, last) if stages <= num_layers else []
+        per_stage, extra = divmod(num_layers + first + last, stages)
+        ends = {0: first, stages - 1: last}  # what the embedding and the head count as, in blocks
+        indices = range(stages if stages <= num_layers else 0)
+        sizes = [per_stage + (index < extra) - ends.get(index, 0) for index in indices]
     if min(sizes, default=0) < 1 or sum(sizes) != num_layers or len(sizes) % pipeline:
         job.differ(
             f"pipeline: torchtitan has stages of {sizes} blocks, which is not possible here; parallelism.pipeline_split "
             "is left to its default"
         )
     else:
-        job.set("parallelism.pipeline_split", sizes, *stage_keys[:5], comment="as torchtitan divides the blocks")
+        job.set("parallelism.pipeline_split", sizes, *stage_keys[:4], comment="as torchtitan divides the blocks")
 
 
 def _float8(job: Conversion, matrices: Mapping[str, Any]) -> None:
-    converters = [str(name).removeprefix("quantize.") for name in job["model.converters"]]
-    known = {"float8": "float8", "linear.float8": "float8", "mx": "mx", "linear.mx": "mx"}
-    used = {known[name] for name in converters if name in known}
-    job.use("model.converters")
-    if unknown := [name for name in converters if name not in known]:
+    tables = [f"quantize.linear.{kind}" for kind in ("float8", "mx")]
+    short = {"float8": tables[0], "mx": tables[1]}  # which configs of 0.2 have too
+    converters = [short.get(str(name), str(name)) for name in job["model.converters"]]
+    used = [table for table in tables if table in converters]
+    if unknown := [name for name in converters if name not in tables]:
         job.leave("model.converters", f"{', '.join(unknown)}: experts and other layers are not converted here")
-    for kind in ("grouped_mm.float8", "grouped_mm.mx"):
-        job.leave(f"quantize.{kind}.fqns", "experts are not quantized here", changes=kind in converters)
-    tables = {kind: [kind, f"quantize.linear.{kind}"] for kind in ("float8", "mx")}
-    for kind in {"float8", "mx"} - used:
-        for table in tables[kind]:
-            for key in [key for key in job.given if key.startswith(f"{table}.")]:
-                job.leave(key, f"model.converters does not name {kind}", changes=False)
+    for table in tables:
+        for key in [key for key in job.given if key.startswith(f"{table}.") and table not in used]:
+            job.leave(key, f"model.converters does not name {table}", changes=False)
     if len(used) != 1:
         if used:
             job.leave("model.converters", "float8 and MX exclude each other here")
         return
-    kind = used.pop()
-    table = next((one for one in tables[kind] if any(key.startswith(f"{one}.") for key in job.given)), tables[kind][-1])
-    scaling = (job[f"{table}.recipe_name"] or "tensorwise") if kind == "float8" else "mxfp8"
-    job.set("float8.scaling", scaling, f"{table}.recipe_name", "model.converters")
-    if kind == "float8":
-        job.set(
-            "float8.all_gather", job[f"{table}.enable_fsdp_float8_all_gather"], f"{table}.enable_fsdp_float8_all_gather"
-        )
+    table = used[0]
+    if table == tables[0]:
+        scaling = job[f"{table}.recipe_name"] or "tensorwise"
+        gathers = f"{table}.enable_fsdp_float8_all_gather"
+        job.set("float8.all_gather", job[gathers], gathers)
         job.set("float8.emulate", job[f"{table}.emulate"], f"{table}.emulate")
+    else:
+        scaling = "mxfp8"
+    job.set("float8.scaling", scaling, f"{table}.recipe_name", "model.converters")
     filters = [str(name) for name in job[f"{table}.filter_fqns"]]
     automatic = "auto_filter_small_kn" in filters
     job.set("float8.layers", [] if automatic else ["*"], f"{table}.filter_fqns",
@@ -315,17 +268,14 @@ def _float8(job: Conversion, matrices: Mapping[str, Any]) -> None:
         job.comments["float8.skip"] += f"; without {', '.join(ignored)}, which no layer is named after here"
 
 
-def _compute(job: Conversion, *, is_old: bool) -> None:
+def _compute(job: Conversion) -> None:
     """torch.compile and activation checkpointing."""
-    enabled = job["training.compile"] if is_old and "compile.enable" not in job.given else job["compile.enable"]
-    components = job["compile.components"]
-    job.use("training.compile", "compile.enable", "compile.components")
-    compiled = enabled and "model" in components
-    key = "training.compile" if "training.compile" in job.given else "compile.enable"
-    job.set("compile.mode", "block" if compiled else "none", key, "compile.components")
+    enabled, components = job["compile.enable"], job["compile.components"]
+    job.set(
+        "compile.mode", "block" if enabled and "model" in components else "none", "compile.enable", "compile.components"
+    )
     job.plan_changes["eager_loss"] = not (enabled and "loss" in components)
     mode, option = job["activation_checkpoint.mode"], job["activation_checkpoint.selective_ac_option"]
-    job.use("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option == "1":
         mode = "full"
     job.set(
@@ -336,33 +286,28 @@ def _compute(job: Conversion, *, is_old: bool) -> None:
             "activation_checkpoint.selective_ac_option",
             f"every {option} blocks are recomputed whole there; here each keeps some outputs, which takes other memory and time",
         )
-    seed = "debug.seed" if "debug.seed" in job.given else "training.seed"
-    if (value := job[seed]) is not None:
-        job.set("run.seed", value, seed)
-    job.use("debug.seed", "training.seed", "debug.deterministic", "training.deterministic")
+    for key in ("training.seed", "debug.seed"):
+        if job[key] is not None:
+            job.set("run.seed", job[key], key)
     deterministic = job["debug.deterministic"] or job["training.deterministic"]
     job.set("run.deterministic", deterministic, "debug.deterministic", "training.deterministic")
 
 
 def _checkpoint(job: Conversion) -> None:
-    key = "checkpoint.enable_checkpoint" if "checkpoint.enable_checkpoint" in job.given else "checkpoint.enable"
-    job.use("checkpoint.enable", "checkpoint.enable_checkpoint", "checkpoint.load_only")
-    job.set("checkpoint.enabled", job[key] and not job["checkpoint.load_only"], key, "checkpoint.load_only")
+    keys = ("checkpoint.enable", "checkpoint.load_only")
+    job.set("checkpoint.enabled", job[keys[0]] and not job[keys[1]], *keys)
     mode, keep = job["checkpoint.async_mode"], job["checkpoint.keep_latest_k"]
     job.set("checkpoint.mode", "sync" if mode == "disabled" else "async", "checkpoint.async_mode")
     if keep > 0:
         job.set("checkpoint.keep", keep, "checkpoint.keep_latest_k")
     else:
         job.set("checkpoint.keep_every", 1, "checkpoint.keep_latest_k", comment="keeps all")
-    job.use("checkpoint.load_step")
     if job["checkpoint.load_step"] > 0:
         job.leave(
             "checkpoint.load_step",
             "a checkpoint of torchtitan is imported with `titanlike import ... --from torchtitan`",
         )
     path, in_hf = job["checkpoint.initial_load_path"], job["checkpoint.initial_load_in_hf"]
-    job.use("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only",
-            "checkpoint.initial_load_model_weights_only")  # fmt: skip
     if path and in_hf:
         job.set("checkpoint.initial", path, "checkpoint.initial_load_path")
     elif path:
@@ -373,7 +318,6 @@ def _checkpoint(job: Conversion) -> None:
     elif in_hf:
         job.set("checkpoint.initial", job["model.hf_assets_path"], "model.hf_assets_path")
     dtype = job["checkpoint.export_dtype"]
-    job.use("checkpoint.last_save_in_hf", "checkpoint.export_dtype")
     if job["checkpoint.last_save_in_hf"] and dtype != "float16":
         job.set("checkpoint.export", dtype, "checkpoint.last_save_in_hf", "checkpoint.export_dtype")
     elif dtype == "float16":
@@ -396,7 +340,6 @@ def _validation(job: Conversion, data_ranks: int) -> None:
             job.leave(key, "validation is off", changes=False)
         job.set("validation.interval", 0, keys[0])
         return
-    job.use(*keys)
     job.set("validation.interval", freq, "validation.freq", "validation.enable")
     total = job.tables["training"]["global_batch_size"]
     sequences = steps * local * max(1, data_ranks)
@@ -416,7 +359,6 @@ def _observation(job: Conversion) -> None:
     keys = ("profiling.enable_profiling", "profiling.profile_freq", "profiling.profiler_active")
     enabled, freq, active = (job[key] for key in keys)
     if not enabled:
-        job.use(keys[0])
         for key in keys[1:]:
             job.leave(key, "profiling is off", changes=False)
         return

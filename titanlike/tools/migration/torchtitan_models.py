@@ -10,9 +10,6 @@ from titanlike.tools.migration.conversion import Conversion
 
 SOURCE_C4 = "hf://datasets/allenai/c4/en/c4-train.*.json.gz"
 VALIDATION_C4 = "hf://datasets/allenai/c4/en/c4-validation.*.json.gz"
-LLAMA3_VOCABULARY = 128256
-# torchtitan 0.1 takes the vocabulary of the tokenizer. The file in its tests has 2,000 tokens and 256 special ones.
-TEST_TOKENIZER, TEST_VOCABULARY = "test_tiktoken.model", 2256
 
 LLAMA3: dict[str, dict[str, Any]] = {
     "debugmodel": dict(
@@ -48,7 +45,7 @@ UNSUPPORTED = {
 }
 
 
-def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
+def model_section(job: Conversion) -> TransformerConfig:
     """Sets the model of a job, and returns its config. Raises `UserError` if this toolkit does not have it."""
     name, flavor = job["model.name"], job["model.flavor"]
     if name in UNSUPPORTED:
@@ -56,8 +53,7 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
     families = {"llama3": LLAMA3, "llama3_ft": LLAMA3, "qwen3": QWEN3 | QWEN3_MOE}
     if name not in families:
         raise UserError(
-            f"{job.source}: model.name = {json.dumps(name)} is no model of torchtitan 0.1 to 0.2.2 that this toolkit has; "
-            "those are llama3 "
+            f"{job.source}: model.name = {json.dumps(name)} is no model of torchtitan 0.2 that this toolkit has; those are llama3 "
             "and qwen3"
         )
     ending = next((ending for ending in MASKED if flavor.endswith(ending)), "") if name != "qwen3" else ""
@@ -65,29 +61,18 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
     if size not in families[name]:
         choices = ", ".join(families[name])
         raise UserError(
-            f"{job.source}: model.flavor = {json.dumps(flavor)} is no flavor of {name} in torchtitan 0.1 to 0.2.2 "
-            f"({choices}); if it is your "
-            "own, write [model] of the recipe by hand (docs/config.md)"
+            f"{job.source}: model.flavor = {json.dumps(flavor)} is no flavor of {name} in torchtitan 0.2 ({choices}); "
+            "if it is your own, write [model] of the recipe by hand (docs/config.md)"
         )
     family = "llama" if name != "qwen3" else "qwen3_moe" if size in QWEN3_MOE else "qwen3"
     fields = dict(families[name][size])
-    comments = {}
-    if is_old and family == "llama":
-        fields["rope_scaling"] = 1.0
-        comments["rope_scaling"] = "torchtitan 0.1 has no RoPE scaling"
-        if fields.get("size") in ("3.1-8B", "3.1-70B"):
-            fields["size"] = fields["size"].replace("3.1", "3")
-            del fields["rope_scaling"]
-        is_test = str(job["model.tokenizer_path"]).endswith(TEST_TOKENIZER)
-        fields["vocab_size"] = TEST_VOCABULARY if is_test else LLAMA3_VOCABULARY
-        comments["vocab_size"] = "the tokenizer's in torchtitan 0.1" + ("" if is_test else ": Llama 3's is assumed")
     published = config_class(family).sizes.get(fields.get("size", ""), {})
     longest = published.get("max_seq_len", config_class(family).__dataclass_fields__["max_seq_len"].default)  # type: ignore[attr-defined]
     if job["training.seq_len"] > longest:
         fields["max_seq_len"] = job["training.seq_len"]
     job.set("model.name", family, "model.name")
     for field, value in fields.items():
-        job.set(f"model.{field}", value, "model.flavor", comment=comments.get(field, ""))
+        job.set(f"model.{field}", value, "model.flavor")
     if ending:
         job.set(
             "data.document_masks",
@@ -95,5 +80,4 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
             "model.flavor",
             comment="block_causal; position ids restart here at each document",
         )
-    job.use("model.flavor")
     return job.checked(config_class(family), {**published, "name": family, **fields})
