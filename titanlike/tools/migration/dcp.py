@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from titanlike.config import UserError
@@ -111,10 +111,11 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains {shown(f'{module}.{name}')}, which is not loaded")
 
 
-class _Target(LoadPlanner):
-    """Receives what a reader reads: the parts of a tensor, or a value. `read_data` calls none of the methods that plan."""
+class _Target(dcp.DefaultLoadPlanner):
+    """Receives what a reader reads: the parts of a tensor, or a value."""
 
     def __init__(self, tensor: Tensor | None) -> None:
+        super().__init__()
         self.tensor = tensor
         self.value: Any = None
 
@@ -125,23 +126,8 @@ class _Target(LoadPlanner):
         )
         return self.tensor[part]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.value = torch.load(value, weights_only=True)
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
 
 
 def write_dcp(path: Path, state: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
