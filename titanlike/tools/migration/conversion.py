@@ -208,7 +208,7 @@ class Conversion:
             lines += ["#", f"# {title}"] if rows else []
             lines += [f"#   {shown(row.key)} = {show_value(row.value)}: {row.reason}" for row in rows]
         if self.differences:
-            lines += ["#", "# Differences:"]
+            lines += ["#", "# Notes:"]
             lines += [f"#   {text}" for text in self.differences]
         section = ""
         for line in dump({name: self.tables[name] for name in ORDER if name in self.tables}).splitlines():
@@ -227,5 +227,5 @@ class Conversion:
         return [
             *([f"{self.program}: {counts}"] if self.given else []),
             *(f"  not mapped: {shown(one.key)} = {show_value(one.value)}: {one.reason}" for one in effects),
-            *(f"  different: {text}" for text in self.differences),
+            *(f"  note: {text}" for text in self.differences),
         ]
