@@ -11,10 +11,12 @@ import inspect
 import json
 import math
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,9 @@ def run_module(name: str, words: list[str]) -> None:
     if name == "venv":
         return
     is_package = (ROOT / name.replace(".", "/")).is_dir()
-    main = importlib.import_module(f"{name}.__main__" if is_package else name).main
+    module = importlib.import_module(f"{name}.__main__" if is_package else name)
+    takes_case = hasattr(module, "main") and bool(inspect.signature(module.main).parameters)
+    main = getattr(module, "main", partial(runpy.run_path, str(module.__file__), run_name="__main__"))
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(self: argparse.ArgumentParser, *_: Any) -> None:
@@ -179,7 +183,7 @@ def run_module(name: str, words: list[str]) -> None:
     patches = {"parse_known_args": parse_known_args, "parse_args": parse_args}
     with mock.patch.multiple(argparse.ArgumentParser, **patches), mock.patch.object(sys, "argv", [name, *words]):
         try:
-            main(int(words[0]), "1") if inspect.signature(main).parameters else main()  # a random case of a fuzz test
+            main(int(words[0]), "1") if takes_case else main()  # a random case of a fuzz test
         except Parsed as parsed:
             (found,) = parsed.args
         else:
