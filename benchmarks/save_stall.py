@@ -8,8 +8,7 @@ different order each round; ratios are between saves of one round. The first rou
 a warm-up.
 
 DCP saves the same tensors as a dictionary over its own process group, as its documentation recommends. Both fsync their files;
-titanlike also hashes them and commits atomically. `dcp async` uses the defaults; the other asynchronous rows are its options: a
-staging buffer that is reused from save to save, and a separate process.
+titanlike also hashes them and commits atomically. `dcp async` uses the defaults; `kept memory` reuses its staging buffer.
 """
 
 import argparse
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.common import ROOT, script
 from benchmarks.common import table as table_of
@@ -47,9 +45,8 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.run_dir import versions
 
-ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp async, process", "dcp sync")
+ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp sync")
 BASELINE = "dcp async"
-NO_DEVICE = {"use_async_staging": False, "use_non_blocking_copy": False}
 STEPS_WITHOUT_SAVE = 4  # before each save, for comparison
 
 
@@ -77,14 +74,9 @@ class Bench:
         self.checkpoints = CheckpointManager(str(folder), Checkpoint(keep=1000, max_failures=1))
         self.future: Future[Any] | None = None
         self.kept = DefaultStager(StagingOptions(*[False] * 4))
-        self.shared = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=True, **NO_DEVICE))
         self.options: dict[str, dict[str, Any]] = {
             "dcp async": {},
             "dcp async, kept memory": {"async_stager": self.kept},
-            "dcp async, process": {
-                "async_stager": self.shared,
-                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-            },
         }
         self.num_steps = 0
 
@@ -154,8 +146,7 @@ class Bench:
     def close(self) -> None:
         """Releases the checkpoints and the staging buffers."""
         self.checkpoints.close()
-        for stager in (self.kept, self.shared):
-            stager.close()
+        self.kept.close()
 
 
 def work(arguments: argparse.Namespace) -> None:
