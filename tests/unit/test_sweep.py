@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -281,7 +280,6 @@ def test_table_reasons_and_the_best_recipe(tmp_path: Path, fast: None, capsys: p
     assert f"trial {pruned['trial']} pruned: {pruned['reason']}" in text
     # TPE finds better values than the random trials, whose optimum is at 1e-2.
     assert max(results["importance"], key=results["importance"].get) == "optimizer.lr"
-    ET.fromstring((plan.path / "importance.svg").read_text())
     best = load(PretrainRecipe, plan.path / "best.toml")
     check_recipe(best, 1)
     settings = complete[0]["settings"]

@@ -1,9 +1,8 @@
 """The sweep file: its keys, and the checks of its search space before the first trial. Does not import torch or Optuna."""
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,10 +31,7 @@ from titanlike.utils.system import visible_gpus
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
 RANGE_KEYS, VALUE_KEYS = ("low", "high", "log", "step"), ("values",)
 OWN_KEYS = ("program", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
-MAX_COMBINATIONS = 256  # of extremes; more would take seconds
-MAX_PROBLEMS = 5
 JOB_OF_TRIAL = REPOSITORY / "sagemaker/trial.py"  # in a clone only
-Setting = tuple[tuple[str, str], ...]  # keys and their values
 
 
 @section
@@ -55,7 +51,7 @@ class Resources:
     """Where trials run, and how many at a time."""
 
     backend: Literal["local", "sagemaker", "ray"] = "local"
-    """`local`: processes on this machine. `sagemaker`: one SageMaker job per trial. `ray`: Ray Tune, on a Ray cluster."""
+    """`local`: processes on this machine. `sagemaker`: one SageMaker job per trial. `ray`: a Ray cluster."""
     gpus_per_trial: NonNegative = 1
     """GPUs of each trial. Without a GPU, trials run on the CPU."""
     processes_per_trial: NonNegative = 0
@@ -288,38 +284,19 @@ def _metric_problems(file: Path, sweep: Sweep, recipe: PretrainRecipe) -> Iterat
         yield f"{file}: metric = {show_value(metric)}, but the recipe has evaluation.interval = 0; set it to a number of steps"
 
 
-def _space_problems(plan: SweepPlan) -> list[str]:
-    """Checks the recipe with the extremes of the keys. Names the extreme that never works, otherwise the combination."""
-    combinations = list(_combinations(plan.dimensions))
-    failures = {setting: problem for setting in combinations if (problem := _problem(plan, dict(setting)))}
-    always = {  # fail whatever the other keys are
-        pair
-        for setting in failures
-        for pair in setting
-        if all(other in failures for other in combinations if pair in other)
-    }
-    found: dict[str, None] = {}
-    named: set[tuple[str, str]] = set()
-    for setting in sorted(failures, key=lambda setting: len(always.intersection(setting))):  # one cause first
-        if named.isdisjoint(setting):
-            cause = [pair for pair in setting if pair in always] or setting
-            named.update(pair for pair in cause if pair in always)
-            text = ", ".join(f"{key} = {shown(value)}" for key, value in cause)
-            problem = failures[setting]
-            found.setdefault(f"{plan.file}: search: " + (problem if problem.startswith(text) else f"{text}: {problem}"))
-    lines = list(found)
-    return lines if len(lines) <= MAX_PROBLEMS else [*lines[:MAX_PROBLEMS], f"and {len(lines) - MAX_PROBLEMS} more"]
-
-
-def _combinations(dimensions: Sequence[Dimension]) -> Iterator[Setting]:
-    """Yields combinations of extremes: all, or if they are too many, each extreme with the first and the last of all others."""
-    pairs = [[(dimension.key, value) for value in dimension.extremes()] for dimension in dimensions]
-    if math.prod(map(len, pairs)) <= MAX_COMBINATIONS:
-        yield from itertools.product(*pairs)
-        return
-    for own in pairs:
-        for pair, end in itertools.product(own, (0, -1)):
-            yield tuple(pair if other is own else other[end] for other in pairs)
+def _space_problems(plan: SweepPlan) -> Iterator[str]:
+    """Checks the recipe with each extreme of each key, beside the first one of the others. Yields the first problem of each key."""
+    first = {dimension.key: dimension.extremes()[0] for dimension in plan.dimensions}
+    found: set[str] = set()
+    for dimension in plan.dimensions:
+        for value in dimension.extremes():
+            setting = first | {dimension.key: value}
+            if problem := _problem(plan, setting):
+                if problem not in found:
+                    text = ", ".join(f"{key} = {shown(value)}" for key, value in setting.items() if key in problem)
+                    yield f"{plan.file}: search: " + (problem if problem.startswith(text) else f"{text}: {problem}")
+                found.add(problem)
+                break
 
 
 def _problem(plan: SweepPlan, overrides: Mapping[str, str]) -> str:

@@ -1,6 +1,5 @@
-"""Results of a sweep: the ranked table, `sweep.json`, `best.toml` and the plot of importances. Does not import Optuna."""
+"""Results of a sweep: the ranked table, `sweep.json` and `best.toml`. Does not import Optuna."""
 
-import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from titanlike.tools.sweep.config import Sweep, SweepPlan, as_text, recipe_text
 from titanlike.utils.atomic_write import atomic_write_text
 
 RESULTS = "sweep.json"
-BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 420, 28, 260  # pixels
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def settings_text(settings: Mapping[str, str]) -> str:
 
 
 def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
-    """Writes `sweep.json`, the recipe of the best complete trial, and the plot of importances."""
+    """Writes `sweep.json` and the recipe of the best complete trial."""
     sweep, ranked = plan.sweep, rank(trials, plan.sweep.direction)
     rows = [
         {
@@ -103,8 +101,6 @@ def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[
     atomic_write_text(plan.path / RESULTS, json.dumps(results, indent=1) + "\n", durable=False)
     if ranked and ranked[0].state == "complete":
         atomic_write_text(plan.path / "best.toml", best_recipe(plan, ranked[0]), durable=False)
-    if importance:
-        atomic_write_text(plan.path / "importance.svg", draw_importance(results), durable=False)
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -133,27 +129,6 @@ def best_recipe(plan: SweepPlan, trial: Trial) -> str:
         f"# Searched: {', '.join(f'{key} = {text}' for key, text in trial.settings.items())}\n"
     )
     return comment + recipe_text(plan, values)
-
-
-def draw_importance(results: Mapping[str, Any]) -> str:
-    """Draws the importance of each key as an SVG."""
-    bars = []
-    for index, (key, share) in enumerate(results["importance"].items()):
-        top, width = 48 + index * BAR_HEIGHT, share * BAR_WIDTH
-        bars += [
-            f'<text x="{LABEL_WIDTH - 8}" y="{top + 14}" text-anchor="end">{html.escape(key)}</text>',
-            f'<rect x="{LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT - 8}" fill="#1f6fb4"/>',
-            f'<text x="{LABEL_WIDTH + width + 6:.1f}" y="{top + 14}">{share:.0%}</text>',
-        ]
-    height, width = 60 + len(results["importance"]) * BAR_HEIGHT, LABEL_WIDTH + BAR_WIDTH + 60
-    complete = sum(trial["state"] == "complete" for trial in results["trials"])
-    title = f"{results['name']}: importance for {results['metric']} (PED-ANOVA, {complete} complete trials)"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="13">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n<text x="16" y="26" font-size="15">{html.escape(title)}</text>\n'
-        + "\n".join(bars)
-        + "\n</svg>\n"
-    )
 
 
 def _finite(value: float | None) -> float | None:

@@ -44,16 +44,17 @@ def run_sweep(plan: SweepPlan) -> None:
         study = Study(plan)
         atomic_write_text(plan.path / "recipe.toml", recipe_text(plan, {}))  # later changes do not affect the trials
 
+        if plan.sweep.resources.backend == "ray":
+            from titanlike.tools.sweep import ray_runs
+
+            ray_runs.connect()
+
         def start(trial: Trial, variables: Mapping[str, str]) -> TrialRun:
+            if plan.sweep.resources.backend == "ray":
+                return ray_runs.RayRun(plan, trial.number, trial.settings)
             return start_run(plan, trial.number, trial.settings, variables)
 
-        if plan.sweep.resources.backend == "ray":
-            from titanlike.tools.sweep.ray_tune import run_on_ray
-
-            run_on_ray(plan, study)
-            write_results(plan, study.trials(), study.importance())
-        else:
-            Scheduler(plan, study, start, slots(plan)).run()
+        Scheduler(plan, study, start, slots(plan)).run()
     finally:
         lock.release()
 

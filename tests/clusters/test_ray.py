@@ -1,4 +1,4 @@
-"""A sweep with Ray Tune on a local Ray cluster has the results of the same sweep without Ray. Requires Ray:
+"""A sweep on a local Ray cluster has the results of the same sweep without Ray. Requires Ray:
 
 pip install -e ".[ray]" && pytest -n 0 -m slow tests/clusters
 """
