@@ -45,7 +45,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model in a Hugging Face folder with a chat template, and a file of pairs beside it."""
     folder = tmp_path_factory.mktemp("base")
     config: Any = dataclasses.replace(CONFIGS[request.param], vocab_size=304)
-    if hasattr(config, "balance_loss"):
+    if config.has_field("balance_loss"):
         config = dataclasses.replace(config, balance_loss=0.0)
     export_model(model_of(config), config, folder / "hf")
     (folder / "hf/chat_template.jinja").write_text(build_chat_template("", build_tokenizer(Tokenizer())).source)

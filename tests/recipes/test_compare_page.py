@@ -6,16 +6,22 @@ import math
 import random
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.crashes import Crash
 from tests.debian import require
 from titanlike.tools.comparison.page import page
 from titanlike.tools.comparison.runs import Runs
 
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=6000")
+# The last option: the browser crashes where /dev/shm is small.
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=6000",
+    "--disable-dev-shm-usage",
+)  # fmt: skip
 SPIKE = 87.5  # loss of one step, which the page must have
 STEPS = 12_000  # more than a page has points
 PROBE = """<script>{
@@ -111,14 +117,15 @@ def browse(tmp_path: Path, text: str, fragment: str = "", size: str = "1200,900"
     """Opens a page from disk with the probe at its end. Returns what the probe has seen, and the browser's log."""
     file = tmp_path / "probed.html"
     file.write_text(text.replace("</body>", f"{PROBE}</body>"))
-    done = subprocess.run(
-        [
-            require("chromium", "chromium"), *OPTIONS,
-            f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-            f"{file.as_uri()}{fragment}",
-        ],
-        capture_output=True, text=True, check=True, timeout=240,
-    )  # fmt: skip
+    command = [
+        require("chromium", "chromium"), *OPTIONS,
+        f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{file.as_uri()}{fragment}",
+    ]  # fmt: skip
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=True, timeout=240)
+    try:
+        done = run()
+    except Crash:  # of the browser, which is not ours
+        done = run()
     found = re.search(r"<title>seen([\w+/=]+)</title>", done.stdout)
     assert found, done.stderr
     return json.loads(base64.b64decode(found[1])), done.stderr
