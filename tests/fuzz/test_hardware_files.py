@@ -139,7 +139,7 @@ def check_report(plan: Plan) -> None:
     json.dumps(values, allow_nan=False)
     output = io.StringIO()
     console = Console(file=output, width=CONSOLE_WIDTH, highlight=False, markup=False, emoji=False)
-    report.print_plan(plan, Advice("nothing", {}, None), {}, plan, console)
+    report.print_plan(plan, Advice("nothing", {}, None), {}, console)
     assert_bounded(output.getvalue() + limits(plan))
 
 

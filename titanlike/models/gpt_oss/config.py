@@ -70,14 +70,10 @@ class GptOssConfig(MoeConfig):
 
     def attention_parameters(self) -> dict[str, ParameterSpec]:
         hf = f"{LAYER}.self_attn"
-        return (
-            super().attention_parameters()
-            | self.qkv_biases()
-            | {
-                "attention.wo.bias": ParameterSpec((self.dim,), "rowwise", f"{hf}.o_proj.bias"),
-                "attention.sinks.weight": ParameterSpec((self.num_heads,), "head_parallel", f"{hf}.sinks"),
-            }
-        )
+        return self.with_qkv_biases(super().attention_parameters()) | {
+            "attention.wo.bias": ParameterSpec((self.dim,), "rowwise", f"{hf}.o_proj.bias"),
+            "attention.sinks.weight": ParameterSpec((self.num_heads,), "head_parallel", f"{hf}.sinks"),
+        }
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         parameters, biases = dict[str, ParameterSpec](), dict[str, ParameterSpec]()

@@ -85,15 +85,15 @@ class LlamaFamilyConfig(TransformerConfig):
             "attention.wo.weight": ParameterSpec((self.dim, queries), "rowwise", f"{hf}.o_proj.weight"),
         }
 
-    def qkv_biases(self) -> dict[str, ParameterSpec]:
-        """Returns the biases of queries, keys and values of an architecture that has them."""
-        weights = LlamaFamilyConfig.attention_parameters(self)
-        return {
-            f"attention.w{part}.bias": ParameterSpec(
-                weights[f"attention.w{part}.weight"].shape[:1], "colwise", f"{LAYER}.self_attn.{part}_proj.bias"
-            )
-            for part in "qkv"
-        }
+    def with_qkv_biases(self, parameters: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+        """Returns parameters of attention with the biases of queries, keys and values of an architecture that has them."""
+        found = {}
+        for name, spec in parameters.items():
+            found[name] = spec
+            if name in ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"):
+                bias, stored = (text.replace("weight", "bias") for text in (name, spec.hf_name))
+                found[bias] = ParameterSpec(spec.shape[:1], "colwise", stored)
+        return found
 
     def qk_norms(self) -> dict[str, ParameterSpec]:
         """Returns the norms of queries and keys of an architecture that has them. Each rank normalizes its own heads."""

@@ -46,7 +46,7 @@ class Qwen2Config(LlamaFamilyConfig):
     sizes = QWEN2_SIZES
 
     def attention_parameters(self) -> dict[str, ParameterSpec]:
-        return super().attention_parameters() | self.qkv_biases()
+        return self.with_qkv_biases(super().attention_parameters())
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:

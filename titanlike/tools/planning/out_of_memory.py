@@ -75,8 +75,6 @@ def _candidates(job: Job) -> Iterator[Changes]:
         yield {"parallelism.gradient_sync": "each_microbatch"}
     if job.recipe.training.reduce_dtype == "float32":
         yield {"training.reduce_dtype": "bfloat16"}
-    if not layout.cpu_offload:
-        yield {"parallelism.cpu_offload": True}
 
 
 def _allocated(recipe: PretrainRecipe, num_ranks: int) -> int:
