@@ -76,6 +76,9 @@ def read_task(file: str, limit: int = 0) -> Task:
             if not isinstance(item, dict):
                 raise ValueError("not an object")
             format = format or _format_of(item)
+            for name in TEXT_FIELDS[format]:
+                if not isinstance(item[name], str):
+                    raise ValueError(f"{name} is not a text")
             items.append(FORMATS[format](item))
         except KeyError as error:
             raise UserError(
@@ -91,10 +94,12 @@ def read_task(file: str, limit: int = 0) -> Task:
     return Task(metrics_name(file), format, items)
 
 
-def _choices(context: str, choices: Sequence[str], correct: int) -> Item:
-    if not 0 <= correct < len(choices):
-        raise ValueError(f"{correct} is not the index of one of {len(choices)} choices")
-    return Item(context, tuple(f" {choice}" for choice in choices), tuple(map(len, choices)), correct)
+def _choices(context: str, choices: Any, label: Any) -> Item:
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("the choices are not a list of texts")
+    if str(label) not in map(str, range(len(choices))):
+        raise ValueError(f"{label!r} is not the index of one of {len(choices)} choices")
+    return Item(context, tuple(f" {choice}" for choice in choices), tuple(map(len, choices)), int(label))
 
 
 def _hellaswag(item: Mapping[str, Any]) -> Item:
@@ -103,18 +108,20 @@ def _hellaswag(item: Mapping[str, Any]) -> Item:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     context = f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}"
-    return _choices(clean(context), [clean(ending) for ending in item["endings"]], int(item["label"]))
+    endings = item["endings"]
+    cleaned = [clean(ending) for ending in endings] if isinstance(endings, list) else endings
+    return _choices(clean(context), cleaned, item["label"])
 
 
 def _arc(item: Mapping[str, Any]) -> Item:
     choices, key = item["choices"], item["answerKey"]
-    if key not in choices["label"]:
+    if not isinstance(choices["label"], list) or key not in choices["label"]:
         raise ValueError(f"answerKey = {key!r} is not one of the labels {', '.join(choices['label'])}")
     return _choices(f"Question: {item['question']}\nAnswer:", choices["text"], choices["label"].index(key))
 
 
 def _piqa(item: Mapping[str, Any]) -> Item:
-    return _choices(f"Question: {item['goal']}\nAnswer:", [item["sol1"], item["sol2"]], int(item["label"]))
+    return _choices(f"Question: {item['goal']}\nAnswer:", [item["sol1"], item["sol2"]], item["label"])
 
 
 def _lambada(item: Mapping[str, Any]) -> Item:
@@ -132,15 +139,20 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Item]] = {
 }
 
 
-# The field that tells each format from the others.
-FIELD_OF_FORMAT = {"hellaswag": "ctx_a", "arc": "question", "piqa": "goal", "lambada": "text"}
+# The fields of each format that are texts. The first one tells it from the others.
+TEXT_FIELDS = {
+    "hellaswag": ("ctx_a", "ctx_b", "activity_label"),
+    "arc": ("question", "answerKey"),
+    "piqa": ("goal", "sol1", "sol2"),
+    "lambada": ("text",),
+}
 
 
 def _format_of(item: Mapping[str, Any]) -> str:
-    for format, field in FIELD_OF_FORMAT.items():
-        if field in item:
+    for format, fields in TEXT_FIELDS.items():
+        if fields[0] in item:
             return format
-    choices = ", ".join(f"{field} ({format})" for format, field in FIELD_OF_FORMAT.items())
+    choices = ", ".join(f"{fields[0]} ({format})" for format, fields in TEXT_FIELDS.items())
     raise ValueError(f"it has none of the fields {choices}")
 
 
