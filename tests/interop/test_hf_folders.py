@@ -92,6 +92,13 @@ def shrink_header(folder: Path) -> None:
 
 UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOTHING: dict[str, object] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def copy_first_file(folder: Path) -> None:
+    shutil.copy(sorted(folder.glob("*.safetensors"))[0], folder / "copy.safetensors")
+    index(lambda names: names.update(x="copy.safetensors"))(folder)
+
+
 WRONG_VALUE = "config.json: a value that this architecture needs is null, 0 or of another type; download the file again"
 EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -120,6 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but transformers reads rope_theta = 500000.0"),
     "activation": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported; only 'silu' is"),
     "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized, and not in MXFP4"),
+    "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "zero heads": (config(num_attention_heads=0), WRONG_VALUE),
     "text": (config(hidden_size="many"), WRONG_VALUE),
     "negative size": (config(vocab_size=-1), "config.json: vocab_size: Input should be greater than or equal to 1; correct it"),

@@ -160,7 +160,12 @@ class HFWeights(Weights):
         self._found: dict[str, tuple[ReadableFile, Entry]] = {}
         for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
             for stored, entry in header.entries.items():
-                self._found[self.config.hf_name_of(stored)] = header.file, entry
+                name = self.config.hf_name_of(stored)
+                if name in self._found:
+                    raise UserError(
+                        f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
+                    )
+                self._found[name] = header.file, entry
         self._found = with_mxfp4(self._found)
         self.config = self.config.with_stored(self._found)
         self._plan = hf_parameters(self.config)
