@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.common import table as table_of
 from benchmarks.models import MODELS, config_of
-from titanlike.metrics.hardware import peak_flops
+from titanlike.hardware.files import file_of_device, peak_flops
 
 COMPARED_STEPS = 20
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2, "float8": 5e-2}  # relative, of a loss from plain's
@@ -31,7 +31,7 @@ def figures(result: dict[str, Any], results: dict[str, dict[str, Any]], run: dic
     full = config.flops_per_token(length)
     causal = (full + config.flops_per_token(0)) / 2  # a causal mask keeps half of the attention scores
     row_figures["fraction_of_matmul_rate"] = rate * full / run["matmul_flops_per_second"]
-    peak = peak_flops(result["device"])
+    peak = peak_flops(file_of_device(result["device"]))
     if peak:
         row_figures |= {"mfu": rate * full / peak, "mfu_causal": rate * causal / peak}
     return row_figures

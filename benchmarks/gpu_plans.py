@@ -18,6 +18,7 @@ from benchmarks.common import table as table_of
 from benchmarks.models import MODELS
 from benchmarks.run import parse_arguments
 from benchmarks.subjects import titanlike
+from titanlike.hardware.files import file_of_device
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
@@ -25,7 +26,6 @@ from titanlike.tools.planning.program import load_program
 from titanlike.tools.programs import load_known
 
 FOLDER = Path(__file__).parent / "results/gpu"
-HARDWARE = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
 SUBJECTS = ("titanlike", "torchtitan")  # which the planner knows
 
 
@@ -69,7 +69,7 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
             job = Job(recipe, 1, load_program(subject)) if subject != "titanlike" else Job(recipe, 1)
             name = f"{result['model']}, {result['precision']}, {row}"
             name += "".join(f", {key} = {value}" for key, value in task.options.items())
-            yield Compared(name, measured, make_plan(job, load_hardware(HARDWARE[measured["device"]])))
+            yield Compared(name, measured, make_plan(job, load_hardware(file_of_device(measured["device"]))))
 
 
 def table(rows: Iterable[Compared]) -> str:

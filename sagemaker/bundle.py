@@ -18,7 +18,7 @@ from titanlike.tools.programs import SHIPPED, known_sections, run_program
 RECIPE = "recipe.toml"
 LIBRARY = (
     "titanlike/**/*.py",
-    "titanlike/tools/planning/hardware_files/*.toml",
+    "titanlike/hardware/*.toml",
     "recipes/*.py",
     "sagemaker/entry.py",
     "sagemaker/smoke.py",

@@ -18,12 +18,13 @@ from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
 from tests.fuzz.harness import ODD_LITERALS, ODD_TEXT
 from titanlike.config import UserError
+from titanlike.hardware.files import FOLDER
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks import check_recipe
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import Advice, limits
-from titanlike.tools.planning.hardware import FILES, Hardware, load_hardware
+from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
 from titanlike.tools.programs import load_known
@@ -63,7 +64,7 @@ CONSOLE_WIDTH = 150
 
 @functools.cache
 def lines_of(name: str) -> tuple[str, ...]:
-    return tuple((FILES / f"{name}.toml").read_text().splitlines())
+    return tuple((FOLDER / f"{name}.toml").read_text().splitlines())
 
 
 def random_number(rng: random.Random) -> str:

@@ -157,7 +157,7 @@ def test_check_says_that_a_conversation_becomes_several_documents(tmp_path: Path
     template.write_text(THINKING.replace("{{ m.content if", "{{ '>' if m.role == 'assistant' }}{{ m.content if"))
     for data, said in ((dict(chat_template=str(template)), True), ({}, False)):
         recipe = FinetuneRecipe(data=ChatData(source="chat", path="chats.jsonl", **data))  # type: ignore[arg-type]
-        line = checked(recipe, num_processes=1, hardware="")
+        line = checked(recipe, num_processes=1)
         assert (line is not None) == said
         assert not said or f"chats   {template} renders an answer differently when others follow: " in str(line)
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from tests.launching import records
 from titanlike.checkpoint import SaveResult
 from titanlike.config import UserError
 from titanlike.config.sections import Metrics, Training
+from titanlike.hardware.files import file_of_device, peak_flops
 from titanlike.metrics import Monitor, model_statistics
-from titanlike.metrics.hardware import peak_flops
 from titanlike.optim.clipping import Norms
 from titanlike.optim.non_finite import NonFiniteGuard
+from titanlike.recipe import PretrainRecipe
+from titanlike.run.checks import check_machine
 from titanlike.utils.async_d2h import AsyncD2H
 
 TENSORBOARD = Metrics(interval=2, trackers=("tensorboard",))
@@ -91,25 +94,54 @@ def test_mfu_is_relative_to_the_published_peak(tmp_path: Path, clock: Clock) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
+    ("name", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
         ("NVIDIA GeForce GTX 1080", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", None),
         ("NVIDIA A100-SXM4-40GB MIG 7g.40gb", None),
-        ("NVIDIA L400", None),
+        ("NVIDIA A10", None),
         ("cpu", None),
     ],
 )
-def test_the_peak_of_unknown_hardware_is_unknown(name: str, peak: float | None) -> None:
-    assert peak_flops(name) == peak
+def test_the_peak_of_unknown_hardware_is_unknown(name: str, tflops: float | None) -> None:
+    """As of an instance of a GPU (MIG), whose name does not say which share of the multiprocessors it has."""
+    assert peak_flops(file_of_device(name)) == (tflops and pytest.approx(tflops * 1e12))
+
+
+def test_mfu_refers_to_the_hardware_of_the_recipe(tmp_path: Path, clock: Clock) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "h100"\nbf16_tflops = 0.001\n')
+    with build_monitor(tmp_path, num_steps=1, section=Metrics(interval=2, trackers=(), hardware=str(file))) as monitor:
+        clock.now += 1.0
+        step(monitor, 1)
+    (record,) = records(tmp_path)
+    assert record["mfu"] == pytest.approx(record["tflops_per_device"] / 0.001)
+    recipe = PretrainRecipe()
+    for text, message in (
+        ("bf16_tflops = 0", "metrics.hardware = .*mine.toml: bf16_tflops = 0 is not valid"),
+        ("[", "metrics.hardware = .*mine.toml: Invalid initial character"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            check_machine(replace(recipe, metrics=replace(recipe.metrics, hardware=str(file))))
 
 
 def test_plain_lines_without_a_terminal(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

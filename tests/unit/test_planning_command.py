@@ -152,7 +152,7 @@ def test_check_prints_the_plan_without_torch() -> None:
         "try:\n    start(PretrainRecipe, sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, RECIPE, "--check", "64", "--hardware", "h200"],
+        [sys.executable, "-c", code, RECIPE, "--check", "64", "--metrics.hardware", "h200"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     valid, planned = done.stdout.splitlines()

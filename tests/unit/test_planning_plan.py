@@ -15,7 +15,7 @@ from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of
 from titanlike.tools.planning.collectives import Links
-from titanlike.tools.planning.hardware import Hardware, hardware_of_device, load_hardware
+from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
@@ -217,29 +217,6 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_tokens() -> None:
     tokens = [each.training.steps * each.training.tokens_per_step for each in recipes]
     assert tokens == pytest.approx([tokens[0]] * 3, rel=0.01)
     assert all(each.schedule.warmup_steps <= each.training.steps for each in recipes)
-
-
-@pytest.mark.parametrize(
-    ("device", "gib", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100 SXM 80 GB"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "A100 SXM 40 GB"),
-        ("NVIDIA A100-SXM4-80GB", 79.2, "A100 SXM 80 GB"),
-        ("H200", 141, "H200"),
-        ("Tesla V100-SXM2-16GB", 15.77, "V100 SXM2 16 GB"),
-        ("Tesla V100-SXM2-32GB", 31.73, "V100 SXM2 32 GB"),
-        ("Tesla T4", 14.58, "T4"),
-        ("NVIDIA H100 PCIe", 79.1, None),
-        ("NVIDIA H200 MIG 1g.18gb", 16.0, None),
-        ("NVIDIA A10G", 22.0, "A10G 24 GB"),
-        ("NVIDIA L4", 22.0, "L4 24 GB"),
-        ("NVIDIA A10", 22.0, None),
-        ("AMD EPYC", 80.0, None),
-    ],
-)
-def test_hardware_of_a_device(device: str, gib: float, name: str | None) -> None:
-    found = hardware_of_device(device, gib)
-    assert found.name.startswith(name) if found and name else found is None and name is None, found
 
 
 def test_a_finished_run_is_compared_with_its_plan() -> None:

@@ -13,7 +13,7 @@ from titanlike.config.shipped import train_command
 USAGE = """\
 usage: {command} [RECIPE] [--section.key=value ...]
        {command} RECIPE --check N     check the recipe for N processes on any machine, and plan its memory and
-       {indent}                      time on --hardware NAME (default: h100); starts nothing
+       {indent}                      time on --metrics.hardware=NAME (default: h100); starts nothing
        {command} RECIPE --resolved    print the resolved recipe with every key
        {command} [RECIPE] --help      print this text and the sections of a recipe
        {command} --help SECTION       print the keys of a section with type, default and purpose; or of one key, as in

@@ -609,6 +609,9 @@ class Metrics:
     prometheus: str = ""
     """Address and port, such as `127.0.0.1:9401`, at which rank 0 serves the latest values to Prometheus, at `/metrics`. A port is
     for one run of a machine only. `0.0.0.0:9401` serves all interfaces, without authentication. Default: none."""
+    hardware: Annotated[str, Field(max_length=4096)] = ""
+    """Name of a hardware file, such as `ml.p5.48xlarge`, or the path of your own, to which MFU and the plan of `--check` refer.
+    Default: the file of the run's GPU; for the plan, `h100`."""
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""

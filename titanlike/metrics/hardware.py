@@ -1,26 +1,9 @@
-"""Hardware limits and memory use of a device."""
+"""Name and memory use of a device."""
 
 import resource
 import sys
 
 import torch
-
-# Dense bfloat16 FLOP/s from the vendors' data sheets. The first match counts.
-PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
-}  # fmt: skip
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown, as for an instance of a GPU (MIG).
-
-    The name of an instance, such as "NVIDIA H200 MIG 1g.18gb", does not say which share of the multiprocessors it has.
-    """
-    parts = device_name.replace("-", " ").split()
-    if "MIG" in parts:
-        return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if all(part in parts for part in name.split())), None)
 
 
 def device_name(device: torch.device) -> str:

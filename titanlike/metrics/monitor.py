@@ -17,8 +17,9 @@ from torch.profiler import record_function
 
 from titanlike.checkpoint import SaveResult
 from titanlike.config.sections import Metrics
+from titanlike.hardware.files import file_of_device, peak_flops
 from titanlike.metrics import health, model_statistics
-from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.hardware import device_name, peak_memory_gib
 from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
 from titanlike.metrics.trackers import RunInfo
@@ -64,7 +65,7 @@ class Monitor(AbstractContextManager["Monitor"]):
     recipe: Mapping[str, Any]  # for trackers
 
     def __post_init__(self) -> None:
-        self.peak_flops = peak_flops(device_name(self.device))
+        self.peak_flops = peak_flops(self.section.hardware or file_of_device(device_name(self.device)))
         self._records: Records | None = None
         if self.folder:
             run = RunInfo(self.folder, self.first_step, self.section.project, self.section.tensorboard_dir, self.recipe)

@@ -7,12 +7,12 @@ A package registers a function as an entry point, here in its pyproject.toml:
 
 | Group | Called | Arguments |
 |---|---|---|
-| `titanlike.checked` | by `--check`, for a recipe that is valid | `recipe`, `num_processes`, `hardware` |
+| `titanlike.checked` | by `--check`, for a recipe that is valid | `recipe`, `num_processes` |
 | `titanlike.completed` | on rank 0 at the end of a run | `recipe`, `metrics` (the file of records), `device`, `measured` |
 | `titanlike.out_of_memory` | on a rank whose device is out of memory | `recipe` |
 
 All arguments are keywords. The function returns the text that is printed, or None. A function of `titanlike.checked` raises
-`UserError` for an argument that it does not know.
+`UserError` for a key that it does not accept.
 """
 
 from importlib.metadata import EntryPoint, entry_points

@@ -33,7 +33,7 @@ from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
 
-OPTIONS = ("recipe", "program", "check", "preflight", "hardware")  # options with a value that are no keys of a section
+OPTIONS = ("recipe", "program", "check", "preflight")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
 DEFAULT_RECIPE = RECIPES / "debug.toml"
 
@@ -49,7 +49,6 @@ class Arguments:
         self.resolved = False
         self.check: int | None = None  # number of processes
         self.check_files = True
-        self.hardware = ""  # of the plan that --check prints
         remaining = list(argv)
         paths = []
         while remaining:
@@ -78,8 +77,6 @@ class Arguments:
                     self.check, self.check_files = parse_int(value), name == "preflight"
                     if not self.check or not 1 <= self.check <= environment.MAX_PROCESSES:
                         raise UserError(f"--{name} {shown(value)}: give a number of processes, such as --{name} 8")
-                elif name == "hardware":
-                    self.hardware = value
                 elif name == "recipe":  # launchers such as SageMaker's pass no positional arguments
                     if not recipe_path(value).suffix == ".toml":
                         raise UserError(f"--recipe {shown(value)}: give a TOML file, or name a program with --program")
@@ -87,8 +84,6 @@ class Arguments:
                 elif name != OBJECTIVE and not name.startswith("sagemaker_"):
                     self.overrides.pop(name, None)  # the order of the options matters
                     self.overrides[name] = value
-        if self.hardware and not self.check:
-            raise UserError(f"--hardware {shown(self.hardware)}: give it with --check N, or to `titanlike plan`")
         if len(paths) > 1:
             raise UserError(f"{shown(' '.join(paths))}: give one recipe; an override is written --section.key=value")
         if paths and not (paths[0] and paths[0].isprintable()):
@@ -132,9 +127,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         check_recipe(recipe, arguments.check or ranks.world_size)
         texts = []
         if arguments.check and not arguments.check_files:
-            texts = call_hooks(
-                "checked", may_refuse=True, recipe=recipe, num_processes=arguments.check, hardware=arguments.hardware
-            )
+            texts = call_hooks("checked", may_refuse=True, recipe=recipe, num_processes=arguments.check)
         if arguments.check_files:
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:

@@ -13,12 +13,13 @@ from titanlike.config.base import divisors, nearest, validate
 from titanlike.config.schema import describe
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.data.tokens.token_files import is_token_file
+from titanlike.hardware.files import file_of_device
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.load import dump
 from titanlike.run.checks import check_recipe
-from titanlike.tools.planning.hardware import Hardware, hardware_of_device
+from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.search import Candidate, search
 
 AUTOMATIC = ("debug", "124M", "3.2-1B", "3.2-3B", "3-8B", "3-70B")  # sizes to choose from, ascending
@@ -249,10 +250,10 @@ def _sentence(doc: str, value: str) -> str:
 
 def hardware_here() -> Hardware | None:
     """Returns the description of this machine's GPUs, or None without a GPU or for an unknown one."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    name, _, megabytes = done.stdout.partition("\n")[0].rpartition(", ")
-    return hardware_of_device(name, int(megabytes) / 1024) if megabytes.isdigit() else None
+    file = file_of_device(done.stdout.partition("\n")[0])
+    return load_hardware(file) if file else None

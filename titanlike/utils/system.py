@@ -28,12 +28,6 @@ def ignores_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def end_with_parent(parent: int) -> None:
-    """Makes Ctrl-C end this worker without a stack trace, and the death of its parent, too."""
-    exit_on_interrupt()
-    signal_at_parent_death(parent, signal.SIGKILL)
-
-
 def signal_at_parent_death(parent: int, number: signal.Signals) -> None:
     """Sends a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":

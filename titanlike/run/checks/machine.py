@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titanlike.config import UserError
 from titanlike.config.sections import DTYPE_BYTES, Evaluation
+from titanlike.hardware.files import peak_flops
 from titanlike.inference.tasks import read_task
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
 from titanlike.models.common.config import TransformerConfig
@@ -23,6 +24,7 @@ BFLOAT16_MACOS = 14  # the first version of macOS with bfloat16 on its GPUs
 def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size: int = 1) -> None:
     """Raises `UserError` if this machine lacks data, a writable run directory or hardware. Creates nothing."""
     problems = [
+        *_errors("metrics.hardware = ", peak_flops, recipe.metrics.hardware),
         *_hardware(recipe),
         *_memory(recipe, world_size, local_world_size),
         *_data_files(recipe),

@@ -65,8 +65,8 @@ def _network(arguments: argparse.Namespace) -> list[Finding]:
     processes.start_processes(None if system.num_gpus() else 2)
     from titanlike.distributed import process_group
     from titanlike.tools.doctor import network
-    from titanlike.tools.planning.calibrate import data_sheet
+    from titanlike.tools.planning.hardware import hardware_of
 
     with processes.session("auto") as device:
-        found = network.findings(device, hardware or data_sheet(device), environment.rank_info().local_world_size)
+        found = network.findings(device, hardware or hardware_of(device), environment.rank_info().local_world_size)
         return found if process_group.is_main() else []

@@ -60,8 +60,8 @@ def add(commands: Any) -> None:
         command.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help=text)
         command.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: launch/NAME)")
         command.add_argument("--dry-run", action="store_true", help="write the files and submit nothing")
-        text = f"hardware of the plan that is printed (default: {DEFAULT_HARDWARE})"
-        command.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help=text)
+        text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
+        command.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)
         text = "seconds between the stop signal and the end of the job, for a last checkpoint (default: 180)"
         command.add_argument("--grace", type=positive_int, default=180, metavar="SECONDS", help=text)
         if target == "slurm":

@@ -121,15 +121,12 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path
 def _plan(
     recipe: PretrainRecipe, num_ranks: int, hardware: "Hardware | None", facts: Mapping[str, Any]
 ) -> "Plan | None":
-    from titanlike.tools.planning.hardware import hardware_of_device
+    from titanlike.hardware.files import file_of_device
+    from titanlike.tools.planning.hardware import load_hardware
     from titanlike.tools.planning.plan import plan_or_none
 
-    if not hardware and facts["device"] != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-            hardware = hardware_of_device(facts["device"], memory)
+    if not hardware and (file := file_of_device(facts["device"])):
+        hardware = load_hardware(file)
     return plan_or_none(recipe, num_ranks, hardware) if hardware else None
 
 

@@ -73,7 +73,7 @@ def make_job(
         overrides: Its keys on the command line.
         num_nodes: Number of nodes.
         processes_per_node: Number of processes of a node.
-        hardware: Hardware of the plan.
+        hardware: Hardware of the plan, or "" for that of the recipe.
         grace: Seconds between the stop signal and the end of the job.
         program_beside_recipe: Whether the program is copied beside the recipe, or used where it is.
     """
@@ -101,7 +101,8 @@ def make_job(
     if program in SHIPPED:
         keys["program"] = program.stem
     arguments = [str(path), *(f"--{key}={value}" for key, value in keys.items())]
-    planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", f"--hardware={hardware}")
+    planned_on = [f"--metrics.hardware={hardware}"] if hardware else []
+    planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", *planned_on)
     resolved = run_program(program, *arguments, "--resolved")
     return ClusterJob(
         name=name,

@@ -13,7 +13,7 @@ TURNS: list[Message] = [
 ]
 
 
-def checked(recipe: PretrainRecipe, num_processes: int, hardware: str) -> str | None:
+def checked(recipe: PretrainRecipe, num_processes: int) -> str | None:
     """Returns a line if the chat template renders an answer differently when others follow. None if it does not, or if this machine
     lacks the template."""
     data = recipe.data

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import UserError
-from titanlike.tools.planning.hardware import Hardware, hardware_of_device
+from titanlike.tools.planning.hardware import Hardware, hardware_of
 from titanlike.utils import system
 from titanlike.utils.atomic_write import atomic_write_text
 
@@ -80,7 +80,7 @@ def calibrate(
     local = ranks_per_node or environment.rank_info().local_world_size
     timer = Timer(device, seconds or SECONDS[device.type])
     description = Description()
-    base = data_sheet(device)
+    base = hardware_of(device)
     _device(description, device, base, local)
     progress("matmuls")
     peak = _matmuls(description, timer, base)
@@ -100,16 +100,6 @@ def calibrate(
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(f"--calibrate {path} cannot be written: {error.strerror}; give another path")
-
-
-def data_sheet(device: "torch.device") -> Hardware | None:
-    """Returns the shipped description of this machine's GPU, for the figures of its data sheet."""
-    import torch
-
-    if device.type != "cuda":
-        return None
-    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-    return hardware_of_device(torch.cuda.get_device_name(device), memory)
 
 
 def fit_half(rates: Mapping[int, float], power: int) -> tuple[float, float]:

@@ -1,23 +1,22 @@
 """Descriptions of hardware: a GPU, the links between GPUs, and their price. Does not import torch.
 
-The files are in `hardware_files`; `titanlike plan --calibrate` writes one for the machine that it runs on.
+The files are in `titanlike/hardware`; `titanlike plan --calibrate` writes one for the machine that it runs on.
 """
 
 import json
-import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import tomli
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titanlike.config import UserError
 from titanlike.config.base import has_control_characters, nearest, section, show_value, shown
+from titanlike.hardware.files import FOLDER, file_of_device, read_file
 
-FILES = Path(__file__).with_name("hardware_files")
+if TYPE_CHECKING:
+    import torch
+
 DEFAULT_HARDWARE = "h100"
-MEMORY_TOLERANCE = 0.1  # data sheets give GB or GiB, and drivers and ECC reserve some
-OTHER_CARDS = {"PCIE", "NVL", "MIG"}  # slower cards of the same name, and instances of a GPU
 
 Described = TypeVar("Described", bound=Any)
 
@@ -126,6 +125,10 @@ class Hardware:
     """Whether nodes are connected by AWS's Elastic Fabric Adapter, which SageMaker jobs then require."""
     gpu_watts: RateOrZero = 0.0
     """Power of a GPU. 0: unknown."""
+    devices: tuple[str, ...] = ()
+    """Names that CUDA gives this GPU, by which a run finds its file. A file that extends another one does not inherit them."""
+    sources: tuple[str, ...] = ()
+    """Where the figures come from: data sheets, measurements, lists of instance types."""
 
     @property
     def has_switch(self) -> bool:
@@ -142,37 +145,36 @@ class Hardware:
 
 def hardware_names() -> list[str]:
     """Returns the names of the shipped hardware files."""
-    return sorted(file.stem for file in FILES.glob("*.toml"))
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
-def load_hardware(name: str) -> Hardware:
-    """Returns the hardware of this name, or of the TOML file at this path. Raises `UserError`."""
-    return described_by(name, FILES, Hardware, "hardware")
+def load_hardware(name: str, option: str = "--hardware") -> Hardware:
+    """Returns the hardware of this name, or of the TOML file at this path. Raises `UserError`, which names the option."""
+    return described_by(name, FOLDER, Hardware, "hardware", option)
 
 
-def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> Described:
-    """Returns the description of this name in a folder, or of the TOML file at this path. Raises `UserError`.
+def hardware_of(device: "torch.device") -> Hardware | None:
+    """Returns the description of a GPU of this machine, or None for a device without one."""
+    from titanlike.metrics.hardware import device_name
 
-    Args:
-        kind: name of the option, and of the file in errors: `hardware` or `program`.
-    """
+    file = file_of_device(device_name(device))
+    return load_hardware(file) if file else None
+
+
+def described_by(name: str, folder: Path, type_: type[Described], kind: str, option: str) -> Described:
+    """Returns the description of this name in a folder, or of the TOML file at this path. Raises `UserError`."""
     names = sorted(file.stem for file in folder.glob("*.toml"))
-    path = folder / f"{name}.toml" if name in names else Path(name)
-    if name not in names and path.suffix != ".toml":
+    if name not in names and Path(name).suffix != ".toml":
         near = nearest(name.lower(), names)
         meant = f"did you mean {near}? " if near else ""
-        raise UserError(f"--{kind} {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file")
+        raise UserError(f"{option} {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file")
     try:
-        values = tomli.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise UserError(f"--{kind} {shown(name)} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8
-        raise UserError(f"--{kind} {shown(name)} is not valid TOML: {shown(str(error))}") from None
+        values = read_file(name, folder)
+    except UserError as error:
+        raise UserError(f"{option} {error}") from None
     keys = type_.__dataclass_fields__
-    if "extends" in values:
-        values = _extended(values, folder, f"{kind} file {shown(name)}")
     try:
-        text = json.dumps(({"name": path.stem} if "name" in keys else {}) | values, default=str)
+        text = json.dumps(({"name": Path(name).stem} if "name" in keys else {}) | values, default=str)
     except ValueError:  # hexadecimal digits of an integer that Python does not convert to decimal ones
         raise UserError(
             f"{kind} file {shown(name)}: an integer has thousands of digits; write a smaller number"
@@ -186,43 +188,14 @@ def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> 
         ) from None
 
 
-def _extended(values: dict[str, Any], folder: Path, file: str) -> dict[str, Any]:
-    """Returns the values of a file together with the values of the shipped one that it extends."""
-    base, names = values["extends"], sorted(file.stem for file in folder.glob("*.toml"))
-    if base not in names:
-        raise UserError(f"{file}: extends = {show_value(base)} is not a shipped file; use one of {', '.join(names)}")
-    inherited = tomli.loads((folder / f"{base}.toml").read_text())
-    if "extends" in inherited:
-        inherited = _extended(inherited, folder, file)
-    return inherited | {key: values[key] for key in values if key != "extends"}
-
-
 def _message(file: str, keys: list[str], detail: dict[str, object]) -> str:
     """Formats one pydantic error as: file, key, value and remedy."""
     location = detail["loc"]
     key = shown(".".join(map(str, location))) if isinstance(location, tuple) else ""
     if detail["type"] == "missing":
-        return f"{file}: {key} is missing; add it, as in {FILES.name}/h100.toml"
+        return f"{file}: {key} is missing; add it, as in titanlike/hardware/h100.toml"
     if detail["type"] == "unexpected_keyword_argument":
         near = nearest(key, keys)
         return f"{file}: {key} is an unknown key; " + (f"did you mean {near}?" if near else "remove it")
     value, message = show_value(detail["input"]), str(detail["msg"]).removeprefix("Value error, ")
     return f"{file}: {key} = {value} is not valid: {message[:1].lower()}{message[1:]}"
-
-
-def hardware_of_device(name: str, memory_gib: float) -> Hardware | None:
-    """Returns the description of a GPU by the name that CUDA reports and its memory, or None if there is none."""
-    file = file_of_device(name, memory_gib)
-    return load_hardware(file) if file else None
-
-
-def file_of_device(name: str, memory_gib: float) -> str:
-    """Returns the name of the description of a GPU for `--hardware`, or "" if there is none."""
-    parts = set(re.split(r"[\s_-]+", name.upper()))
-    if parts & OTHER_CARDS:
-        return ""
-    for file in hardware_names():
-        is_named = file.partition("_")[0].upper() in parts
-        if is_named and abs(load_hardware(file).memory_gib / memory_gib - 1) <= MEMORY_TOLERANCE:
-            return file
-    return ""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.distributed import environment
+from titanlike.hardware.files import file_of_device
 from titanlike.recipe import PretrainRecipe
-from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, file_of_device, load_hardware
+from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.out_of_memory import advice
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from titanlike.metrics import Measured
 
 
-def checked(recipe: PretrainRecipe, num_processes: int, hardware: str) -> str | None:
-    """Returns memory, speed and cost of a checked recipe in one line."""
-    return plan_line(recipe, num_processes, hardware or DEFAULT_HARDWARE)
+def checked(recipe: PretrainRecipe, num_processes: int) -> str | None:
+    """Returns memory, speed and cost of a checked recipe in one line. Raises `UserError` if its hardware is unknown."""
+    hardware = load_hardware(recipe.metrics.hardware or DEFAULT_HARDWARE, "metrics.hardware =")
+    plan = plan_or_none(recipe, num_processes, hardware) if recipe.run.allows_cuda else None
+    return f"on {num_processes:,} x {hardware.name}: {brief(plan)}" if plan else None
 
 
 def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", measured: "Measured") -> str | None:
     """Compares memory and throughput of a run on GPUs with the plan, in the records and in a line."""
     if device.type != "cuda":
         return None
-    import torch
-
+    from titanlike.metrics.hardware import device_name
     from titanlike.metrics.records import JSONLWriter
 
-    properties = torch.cuda.get_device_properties(device)
     ranks = environment.rank_info()
-    hardware = file_of_device(properties.name, properties.total_memory / 2**30)
+    hardware = recipe.metrics.hardware or file_of_device(device_name(device))
     values = compare(
         recipe,
         ranks.world_size,
@@ -60,13 +61,6 @@ def out_of_memory(recipe: PretrainRecipe) -> str:
 
 HOST_SHARE = 0.2
 """Of a planned step, in which the GPU waits for the host: above, the host decides the speed, and plans do not know it."""
-
-
-def plan_line(recipe: PretrainRecipe, num_gpus: int, hardware_name: str) -> str | None:
-    """Returns memory, speed and cost in one line. Raises `UserError` if the hardware is unknown."""
-    hardware = load_hardware(hardware_name)
-    plan = plan_or_none(recipe, num_gpus, hardware) if recipe.run.allows_cuda else None
-    return f"on {num_gpus:,} x {hardware.name}: {brief(plan)}" if plan else None
 
 
 def compare(

@@ -69,4 +69,4 @@ TITANLIKE = Program()
 
 def load_program(name: str) -> Program:
     """Returns the program of this name, or of the TOML file at this path. Raises `UserError`."""
-    return described_by(name, FILES, Program, "program")
+    return described_by(name, FILES, Program, "program", "--program")
