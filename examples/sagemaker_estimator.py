@@ -4,7 +4,7 @@
     python examples/sagemaker_estimator.py --role arn:aws:iam::123456789012:role/NAME --bucket BUCKET
     python examples/sagemaker_estimator.py --role arn:aws:iam::123456789012:role/NAME --bucket BUCKET --tune
 
-`sagemaker/launch.py` is the convenient way: it checks the recipe before the upload, and estimates the price.
+`titanlike launch sagemaker` is the convenient way: it checks the recipe before the upload, and plans the price.
 """
 
 import argparse

@@ -3,28 +3,24 @@
 Jobs complete at once; `set_status` changes a job's status, and `before` runs a function before each call of an operation.
 """
 
-import contextlib
 import itertools
 import json
-import time
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from botocore.exceptions import EndpointConnectionError
-from instances import find_instance_type
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
-from request import TIMESTAMP, Job, request_for
-from service import Clients
 
-from titanlike.config import UserError
+from titanlike.tools.clusters.sagemaker.request import TIMESTAMP, Job, request_for
+from titanlike.tools.clusters.sagemaker.service import Clients
+from titanlike.tools.planning.hardware import load_hardware
 
 REGION, BUCKET = "us-east-1", "a-bucket"
-GROUP = "/aws/sagemaker/TrainingJobs"
 ACCOUNT = "123456789012"
-FEW_FILES = ("recipes/*.py", "sagemaker/entry.py")  # of the library, for jobs whose files no test reads
+FEW_FILES = ("recipes/*.py",)  # of the library, for jobs whose files no test reads
 START = datetime(2026, 10, 1, 10, 0, 0, tzinfo=timezone.utc)
 
 
@@ -50,8 +46,8 @@ class Aws:
         self._stamps = itertools.count()
         self._hooks: list[tuple[Any, str, Callable[..., Any]]] = []
         clients.s3.create_bucket(Bucket=BUCKET)
-        for client in (clients.sagemaker, clients.logs):
-            self._hook(client, "provide-client-params", lambda params, model, **_: self._record(model.name, params))
+        record = lambda params, model, **_: self._record(model.name, params)  # noqa: E731
+        self._hook(clients.sagemaker, "provide-client-params", record)
 
     def _record(self, operation: str, parameters: dict[str, Any]) -> None:
         self.calls.append((operation, dict(parameters)))
@@ -61,12 +57,13 @@ class Aws:
         self._hooks.append((client, event, function))
 
     def submit(self, run: str = "debug", *, prefix: str = "titanlike", **changes: Any) -> str:
-        """Submits a job, as launch.py does. Returns its name; each job has a later timestamp."""
+        """Submits a job, as `titanlike launch` does. Returns its name; each job has a later timestamp."""
         timestamp = (START + timedelta(seconds=next(self._stamps))).strftime(TIMESTAMP)
         settings: dict[str, Any] = {
             "arguments": ("recipe.toml",),
-            "instance_type": find_instance_type("ml.p5.48xlarge"),
-            "num_instances": 2,
+            "instance_type": "ml.p5.48xlarge",
+            "hardware": load_hardware("ml.p5.48xlarge"),
+            "nodes": 2,
             "role": f"arn:aws:iam::{ACCOUNT}:role/job",
             "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/image:1",
         } | changes
@@ -101,23 +98,9 @@ class Aws:
         for name, value in (known | attributes).items():
             setattr(record, name, value)
 
-    def log(self, job: str, host: str, *lines: str, ago: float = 60.0, number: int = 1234567890) -> None:
-        """Writes log lines of a host, one per second, the first `ago` seconds ago."""
-        logs, stream = self.clients.logs, f"{job}/{host}-{number}"
-        with contextlib.suppress(UserError):
-            logs.create_log_group(logGroupName=GROUP)
-        with contextlib.suppress(UserError):
-            logs.create_log_stream(logGroupName=GROUP, logStreamName=stream)
-        begin = time.time() - ago
-        events = [{"timestamp": int((begin + i) * 1000), "message": line} for i, line in enumerate(lines)]
-        logs.put_log_events(logGroupName=GROUP, logStreamName=stream, logEvents=events)
-
     def before(self, operation: str, function: Callable[[], Any]) -> None:
         """Runs a function before each call: it may change a status, raise a network error, or return `error_response`."""
-        is_logs = operation in ("DescribeLogStreams", "GetLogEvents")
-        client = self.clients.logs if is_logs else self.clients.sagemaker
-        event = f"before-call.{'cloudwatch-logs' if is_logs else 'sagemaker'}.{operation}"
-        self._hook(client, event, lambda **_: function())
+        self._hook(self.clients.sagemaker, f"before-call.sagemaker.{operation}", lambda **_: function())
 
     def reset(self) -> None:
         """Removes the hooks, and empties the account."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
-from service import Clients, make_clients
 
 from tests.cloud.aws import REGION, Aws, stop_training_job
+from titanlike.tools.clusters.sagemaker.service import Clients, make_clients
 
 # Variables that could select another account.
 UNSET = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3")
@@ -45,7 +45,7 @@ def session_clients(server: str) -> Iterator[Clients]:
         set_environment(monkeypatch, server)
         made = make_clients()
     yield made
-    for client in (made.sagemaker, made.logs, made.s3):
+    for client in (made.sagemaker, made.s3):
         client.close()
 
 

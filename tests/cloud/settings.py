@@ -1,14 +1,15 @@
 """Settings of jobs."""
 
-from instances import find_instance_type
-from request import Job
+from titanlike.tools.clusters.sagemaker.request import Job
+from titanlike.tools.planning.hardware import load_hardware
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 
 
 JOB = Job(
     run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
-    instance_type=find_instance_type("ml.p5.48xlarge"), num_instances=4, region="us-east-1", role=ROLE, bucket="example",
+    instance_type="ml.p5.48xlarge", hardware=load_hardware("ml.p5.48xlarge"), nodes=4,
+    region="us-east-1", role=ROLE, bucket="example",
     image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
 )  # fmt: skip
 

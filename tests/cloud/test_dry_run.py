@@ -1,4 +1,4 @@
-"""`sagemaker/launch.py --dry-run`: its report and its errors, without credentials and without a network."""
+"""`titanlike launch sagemaker --dry-run`: its report and its errors, without credentials and without a network."""
 
 import json
 import os
@@ -7,13 +7,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import launch
 import pytest
-from report import measured_speed
 
 from tests.launching import ROOT, Cli, cpu_seconds
-from titanlike.config import UserError
+from titanlike.tools.cli import main as titanlike
 
 ISOLATION = {
     "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_EC2_METADATA_DISABLED": "true",
@@ -41,6 +40,10 @@ def dry_run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def request_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return json.loads(done.stdout[done.stdout.index("\n{") :])
+
+
 DATA = ("--channel=data.path=s3://tokens/c4", "--channel=tokenizer.encoding=s3://tokens/llama3/tokenizer.model")
 BIG = "train_configs/llama3_8b_float8.toml"
 DEBUG = "train_configs/debug.toml"
@@ -52,28 +55,24 @@ def test_dry_run_report() -> None:
     seconds = []
     for _ in range(3):
         start = cpu_seconds()
-        done = dry_run(BIG, "--instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
+        done = dry_run(BIG, "--nodes=4", "--dry-run", *DATA)
         seconds.append(cpu_seconds() - start)
         if seconds[-1] < 2.0:
             break
     assert done.returncode == 0, done.stderr
     for text in (
-        "4, 32 GPUs: H100 SXM 80 GB (ml.p5.48xlarge), 79.1 GiB each, connected by EFA",
-        "memory      3.74 GiB of weights, gradients and optimizer state per GPU",
-        "$253.20 an hour (4 x $63.30, us-east-1, on-demand, 2026-09, unofficial); at most $6,076.80 in --max-hours 24",
-        "full run    10.6 hours, $2,672.41, at 8,624 tokens/s per GPU", "recipes/pretrain.py",
+        "4, 32 GPUs: H100 SXM 80 GB (ml.p5.48xlarge), EFA", "recipes/pretrain.py",
         "request     valid according to botocore's model of the service",
     ):  # fmt: skip
         assert text in done.stdout
-    # The price comes first, and the library's files are one line, so that the summary fits on a screen.
+    assert re.search(r"^plan  .* GiB per GPU, [\d,]+ tokens/s per GPU .* hours, \$", done.stdout, re.MULTILINE)
+    # The library's files are one line, so that the summary fits on a screen.
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["job", "price", "full"]
-    assert lines.index("create_training_job request:") < 32
+    assert lines.index("{") < 30
     assert any(re.fullmatch(r" *[\d,]+  titanlike/: \d{3} files", line) for line in lines)
     assert "tests/" not in done.stdout and "docs/" not in done.stdout
     assert min(seconds) < 2.0, seconds
-    done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *DATA)
-    request = json.loads(done.stdout)
+    request = request_of(done)
     assert request["ResourceConfig"]["InstanceCount"] == 4
     assert "--data.path=/opt/ml/input/data/data_path" in request["AlgorithmSpecification"]["ContainerArguments"]
 
@@ -99,57 +98,46 @@ def test_files_beside_the_recipe_and_channels(tmp_path: Path) -> None:
         "--checkpoint.initial=/opt/ml/input/data/checkpoint_initial", "--run.dir=/opt/ml/checkpoints",
     ):  # fmt: skip
         assert f'"{argument}"' in done.stdout
-    assert "memory      15.6 GiB of weights" in done.stdout  # LoRA trains none of them
     mixed = ("--channel=data.mixture=s3://a/x", "--channel=data.mixture=s3://a/y", DATA[1])
-    done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *mixed)
+    done = dry_run(BIG, "--nodes=4", "--dry-run", *mixed)
     assert done.returncode == 0, done.stderr
-    assert "--data.path=" in json.loads(done.stdout)["AlgorithmSpecification"]["ContainerArguments"]
+    assert "--data.path=" in request_of(done)["AlgorithmSpecification"]["ContainerArguments"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (["llama3_8b", "--instances=8", "--instance-type=ml.p4de.24xlarge"], ["; 2,764 tokens/s per GPU", "(8 x $31.56, "]),
-        (["llama3_8b", "--instances=16", "--instance-type=p5.4xlarge"], ["; 928 tokens/s per GPU", "(16 x $7.91, "]),
-        (  # Muon has one moment: with two, the state would not fit
-            ["llama3_70b", "--instances=3", "--instance-type=p4d.24xlarge", "--training.global_batch_size=192",
-             "--optimizer.groups=[{pattern='layers', optimizer='muon'}, {pattern='*'}]"],
-            ["memory      33.2 GiB of weights, gradients and optimizer state per GPU"],
-        ),
+        (["llama3_8b", "--nodes=8", "--instance-type=ml.p4de.24xlarge"], [" 2,764 tokens/s per GPU", "$"]),
+        (["llama3_8b", "--nodes=16", "--instance-type=p5.4xlarge"], [" 928 tokens/s per GPU"]),
     ],
-)  # fmt: skip
+)
 def test_plans_are_for_the_instance_type(
     arguments: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch, program: Cli
 ) -> None:
     monkeypatch.chdir(ROOT)
-    recipe, *others = arguments
-    printed = program(launch.main, f"train_configs/{recipe}.toml", "--dry-run", *DATA, *others)
+    printed = program(titanlike.main, "launch", "sagemaker", *arguments, "--dry-run", *DATA)
     assert [text for text in texts if text not in printed.out] == []
 
 
-def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
-    speeds = [100.0, 64000.0, 32000.0, 64000.0]
-    lines = [{"step": n, "loss": 1.0, "tokens_per_second": speed} for n, speed in enumerate(speeds)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (tmp_path / "environment.json").write_text('{"processes": 8}')
-    arguments = (BIG, "--instances=4", "--dry-run", f"--measured={tmp_path}/metrics.jsonl", *DATA)
-    assert "at 6,000 tokens/s per GPU" in dry_run(*arguments).stdout
-    (tmp_path / "environment.json").unlink()
-    assert f"--measured {tmp_path}/metrics.jsonl: not a run's metrics.jsonl" in dry_run(*arguments).stderr
-
-
-@pytest.mark.parametrize("content", ["[]", '{"processes": "many"}', '{"processes": 0}', "{}"])
-@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl"])
-def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 100.0}\n')
-    (tmp_path / "environment.json").write_text('{"processes": 8}')
-    assert measured_speed(tmp_path / "metrics.jsonl") == 12.5
-    (tmp_path / name).unlink()
-    (tmp_path / name).write_text(content)
-    with pytest.raises(
-        UserError, match=r"^--measured \S+metrics.jsonl: (not a run's metrics.jsonl|contains no tokens)"
-    ):
-        measured_speed(tmp_path / "metrics.jsonl")
+def test_an_instance_type_that_is_not_known_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Cli
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "h100"\nname = "Mine"\ngpus_per_node = 4\n')
+    words = [
+        "launch",
+        "sagemaker",
+        BIG,
+        "--nodes=2",
+        "--dry-run",
+        "--instance-type=ml.p5.24xlarge",
+        f"--hardware={file}",
+    ]
+    refused = program(titanlike.main, *words, *DATA, code=2)
+    assert "ResourceConfig.InstanceType = ml.p5.24xlarge: not supported by the installed botocore" in refused.err
+    words[5] = "--instance-type=ml.p5.48xlarge"
+    assert "2, 8 GPUs: Mine\n" in program(titanlike.main, *words, *DATA).out
 
 
 @pytest.mark.parametrize(
@@ -159,14 +147,13 @@ def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, 
         ([BIG, "--region=us-east-1"], "--role is missing: the ARN of an IAM role, such as arn:"),
         ([BIG, "--dry-run"], "data.path = 'data/llama3' is a local path, which the job cannot read: copy it to S3"),
         ([BIG, "--dry-run"], "tokenizer.encoding = 'assets/llama3/tokenizer.model': no such file; create it, or add --channel"),
-        ([BIG, "--dry-run", "--instance-type=p5.48xlarg"], "unsupported instance type; did you mean ml.p5.48xlarge?"),
-        ([BIG, "--dry-run", "--instance-count=4"], "--instance-count: unknown option; did you mean --instances?"),
+        ([BIG, "--dry-run", "--instance-type=p5.48xlarg"], "ml.p5.48xlarg is unknown; did you mean ml.p5.48xlarge?"),
+        ([BIG, "--dry-run", "--instance-count=4"], "--instance-count: unknown option; did you mean --"),
         ([BIG, "--dry-run", "--instance-tpe=x"], "--instance-tpe: unknown option; did you mean --instance-type?"),
         ([BIG, "--dry-run", "--keep-alive=²"], "argument --keep-alive: expected an integer of at least 1"),
         ([BIG, "--dry-run", "--max-hours=\udcff"], "--max-hours=\\udcff is not text in this terminal's encoding"),
         ([BIG, "--dry-run", "--recipe=other.toml", *DATA], f"{BIG} other.toml: give one recipe"),
         ([BIG, "--dry-runn"], "--dry-runn: unknown option; did you mean --dry-run?"),
-        (["lst"], "lst: no such command or recipe; did you mean list?"),
         ([BIG, "--dry-run", "--training.stps=5"], "training.stps"),
         ([BIG, "--dry-run", "--run.dir=here", *DATA], "--run.dir=here: the job sets this key itself; use --run"),
         ([BIG, "--dry-run", "--spot", "--checkpoint.resume_from=8", *DATA], "resume_from = 8: a job that was interrupted would"),
@@ -183,10 +170,6 @@ def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, 
         ([BIG, "--dry-run", "--channel=data.path=s3://a/b,Pipe"], "unknown input mode Pipe; use File or FastFile"),
         ([BIG, "--dry-run", "--checkpoints=s3://a/b"], "--checkpoints s3://a/b: expected fsx://FILESYSTEM/MOUNT/FOLDER"),
         (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: recipe not found"),
-        (
-            ["train_configs/llama3_405b.toml", "--instances=8", "--dry-run", *DATA],
-            "weights, gradients and optimizer state do not fit: ",
-        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
@@ -196,5 +179,5 @@ def test_mistakes_are_refused(arguments: list[str], error: str, monkeypatch: pyt
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("opened a socket"))
     monkeypatch.chdir(ROOT)
-    printed = program(launch.main, *arguments, code=2)
+    printed = program(titanlike.main, "launch", "sagemaker", *arguments, code=2)
     assert error in printed.err and printed.out == ""

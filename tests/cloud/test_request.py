@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import sagemaker_estimator
-from entry import fail, first_exception, install, missing_requirements, topology, wait_for_host
-from request import METRICS, Channel, request_for
-from validation import job_errors, request_errors
 
 from tests.cloud.settings import JOB, ROLE
 from titanlike.metrics.terminal import Console
+from titanlike.tools.clusters.sagemaker.entry import (
+    fail,
+    first_exception,
+    install,
+    missing_requirements,
+    topology,
+    wait_for_host,
+)
+from titanlike.tools.clusters.sagemaker.request import METRICS, Channel, request_for
+from titanlike.tools.clusters.sagemaker.validation import job_errors, request_errors
 
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
 VPC: dict[str, Any] = dict(subnets=("subnet-1",), security_groups=("sg-1",))
@@ -22,7 +29,7 @@ PLAIN: dict[str, Any] = {
     "AlgorithmSpecification": {
         "TrainingImage": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
         "TrainingInputMode": "File",
-        "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
+        "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/titanlike/tools/clusters/sagemaker/entry.py"],
         "ContainerArguments": [
             "recipe.toml", "--run.name=llama3_8b", "--run.dir=/opt/ml/checkpoints",
             "--checkpoint.dir=s3://example/titanlike/checkpoints", "--run.shutdown_timeout=100", "--training.steps=50",
@@ -133,11 +140,13 @@ def test_everything_else() -> None:
     assert request_errors(request) == []
 
 
-def test_one_instance_needs_no_efa_but_a_smoke_job_checks_it() -> None:
-    assert "FI_PROVIDER" not in request_for(replace(JOB, num_instances=1))["Environment"]
-    smoke = request_for(replace(JOB, num_instances=1, smoke=True))
-    assert smoke["AlgorithmSpecification"]["ContainerArguments"][0] == "--smoke"
-    assert smoke["Environment"] == {"NCCL_DEBUG": "WARN", "SMOKE_GPUS": "8", "SMOKE_EFA": "1"}
+def test_one_instance_needs_no_efa() -> None:
+    assert "FI_PROVIDER" not in request_for(replace(JOB, nodes=1))["Environment"]
+
+
+def test_a_job_of_the_doctor() -> None:
+    arguments = request_for(replace(JOB, doctor=True))["AlgorithmSpecification"]["ContainerArguments"]
+    assert arguments == ["--doctor", "ml.p5.48xlarge"]
 
 
 def test_a_channel_replaces_the_value_of_its_key() -> None:
@@ -282,7 +291,7 @@ def test_the_first_host_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_failure_file_begins_with_the_cause(
     lines: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("entry.ROOT", tmp_path)
+    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.entry.ROOT", tmp_path)
     assert fail("algo-1", lines, 7) == 7
     text = (tmp_path / "output/failure").read_text()
     assert text.splitlines()[0] == f"algo-1: {cause}"
@@ -298,7 +307,7 @@ def test_missing_requirements(tmp_path: Path) -> None:
 
 
 def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("entry.ROOT", tmp_path)
+    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.entry.ROOT", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "input").mkdir()
     (tmp_path / "requirements.txt").write_text("no-such-thing>=1\n")

@@ -1,24 +1,22 @@
 """Jobs submitted to moto's server on loopback, which replaces SageMaker and S3."""
 
-import functools
 import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bundle
-import launch
-import monitor
 import pytest
-import submit
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws
 from tests.launching import ROOT, Cli
 from titanlike.config import UserError
+from titanlike.tools.cli import main as titanlike
+from titanlike.tools.clusters.sagemaker import bundle, submit
+from titanlike.tools.clusters.sagemaker.jobs import active_job, newest_job
 
 ARGUMENTS = [
-    "train_configs/debug.toml", "--instances=2", "--training.global_batch_size=16",
+    "launch", "sagemaker", "train_configs/debug.toml", "--nodes=2", "--training.global_batch_size=16",
     f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}",
 ]  # fmt: skip
 
@@ -33,7 +31,7 @@ def recorded(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     REQUESTS.clear()
-    monkeypatch.setattr("service.make_clients", lambda region="": aws.clients)
+    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.service.make_clients", lambda region="": aws.clients)
     event, record = "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
     aws.clients.session.events.register(event, record)
     yield
@@ -48,16 +46,17 @@ def files(aws: Aws, prefix: str) -> dict[str, bytes]:
 
 def test_files_and_request_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
     monkeypatch.setattr(bundle, "LIBRARY", LIBRARY)
-    out = program(launch.main, *ARGUMENTS, "--training.steps=70").out
+    out = program(titanlike.main, *ARGUMENTS, "--training.steps=70").out
     (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
     assert (
-        f"submitted with boto3: {name}\nto monitor it: python sagemaker/launch.py wait {name} --region us-east-1\n"
-        in out
+        f"submitted with boto3: {name}\nto wait for its end: aws sagemaker wait training-job-completed-or-stopped "
+        f"--training-job-name {name}\n" in out
     )
     uploaded = files(aws, f"titanlike/code/{name}/")
     assert f"uploaded {len(uploaded)} files, {sum(map(len, uploaded.values())):,} bytes" in out
     assert uploaded["recipes/pretrain.py"] == (ROOT / "recipes/pretrain.py").read_bytes()
-    assert uploaded["sagemaker/entry.py"] == (ROOT / "sagemaker/entry.py").read_bytes()
+    entry = "titanlike/tools/clusters/sagemaker/entry.py"
+    assert uploaded[entry] == (ROOT / entry).read_bytes()
     assert not any(file.startswith(("tests/", "docs/", "runs/")) for file in uploaded)
     request = json.loads(uploaded["request.json"])
     (submitted,) = REQUESTS
@@ -69,15 +68,10 @@ def test_files_and_request_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyPat
 
 def test_a_run_has_one_job_at_a_time(aws: Aws, program: Cli) -> None:
     active = aws.running("debug")
-    message = f"error: run debug has an active job, {active}: python sagemaker/launch.py wait {active}"
-    assert message in program(launch.main, *ARGUMENTS, code=2).err
+    message = f"error: run debug has an active job, {active}; wait for its end, stop it, or choose another --run"
+    assert message in program(titanlike.main, *ARGUMENTS, code=2).err
     assert REQUESTS == []
-    program(launch.main, *ARGUMENTS, "--run=other")
-
-
-def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
-    monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
-    assert "Completed" in program(launch.main, *ARGUMENTS, "--wait").out
+    program(titanlike.main, *ARGUMENTS, "--run=other")
 
 
 @pytest.mark.parametrize(
@@ -97,13 +91,30 @@ def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
 def test_nothing_is_uploaded_after_an_error(aws: Aws, program: Cli, arguments: tuple[str, ...], error: str) -> None:
     location = {"LocationConstraint": "eu-west-1"}
     aws.clients.s3.create_bucket(Bucket="over-there", CreateBucketConfiguration=location)
-    assert error in program(launch.main, *ARGUMENTS, *arguments, code=2).err
+    assert error in program(titanlike.main, *ARGUMENTS, *arguments, code=2).err
     assert files(aws, "") == {} and aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_jobs_of_a_run_exclude_jobs_of_similar_names(aws: Aws) -> None:
+    first, dotted, longer, later = [aws.submit(run) for run in ("a-b", "a.b", "a-b-c", "a-b")]
+    aws.set_status(first, "InProgress", "Training")
+    aws.set_status(longer, "InProgress", "Training")
+    assert newest_job(aws.clients, "a", "titanlike") is None
+    assert "DescribeTrainingJob" not in [name for name, _ in aws.calls]  # the names are enough
+    found = {run: newest_job(aws.clients, run, "titanlike") for run in ("a-b", "a.b", "a-b-c", "b")}
+    assert {run: job.name for run, job in found.items() if job} == {"a-b": later, "a.b": dotted, "a-b-c": longer}
+    active = {run: active_job(aws.clients, run, "titanlike") for run in ("a-b", "a.b", "a-b-c")}
+    assert {run: job.name for run, job in active.items() if job} == {"a-b": first, "a-b-c": longer}
+    aws.set_status(first, "Stopping")
+    assert (job := active_job(aws.clients, "a-b", "titanlike")) and job.name == first
+    aws.set_status(first, "Stopped")
+    assert active_job(aws.clients, "a-b", "titanlike") is None
+    assert newest_job(aws.clients, "a-b", "other") is None
 
 
 def test_default_bucket(aws: Aws, program: Cli) -> None:
     aws.clients.s3.create_bucket(Bucket=f"sagemaker-us-east-1-{ACCOUNT}")
-    program(launch.main, *ARGUMENTS[:-1])
+    program(titanlike.main, *ARGUMENTS[:-1])
     (submitted,) = REQUESTS
     assert submitted["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
 
@@ -111,7 +122,7 @@ def test_default_bucket(aws: Aws, program: Cli) -> None:
 def test_a_local_tokenizer_is_uploaded(aws: Aws, program: Cli, tmp_path: Path) -> None:
     (tmp_path / "small.model").write_bytes(b"IQ== 0\n")
     (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
-    program(launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model")
+    program(titanlike.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model")
     (submitted,) = REQUESTS
     assert "--tokenizer.encoding=tokenizer/small.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
     assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
@@ -162,6 +173,6 @@ def test_submit_uses_the_chosen_sender(aws: Aws, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(submit, "submit_with_estimator", record)
     monkeypatch.setattr(submit, "select_sender", lambda name: name)
-    printed = program(launch.main, *ARGUMENTS, "--sender=estimator")
+    printed = program(titanlike.main, *ARGUMENTS, "--sender=estimator")
     assert "submitted with estimator: titanlike-debug-" in printed.out
     assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []

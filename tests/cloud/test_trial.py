@@ -8,29 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bundle
 import pytest
-import trial
-from service import TransientError
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
 from tests.cloud.settings import TINY
 from tests.launching import ROOT, nested
 from titanlike.config import UserError
 from titanlike.tools.cli import main as cli
+from titanlike.tools.clusters.sagemaker import bundle, trial
+from titanlike.tools.clusters.sagemaker.service import TransientError
 from titanlike.tools.sweep.results import read_results
 
 RECIPE = str(ROOT / "train_configs/debug.toml")
 ARGUMENTS = ("recipe.toml", "--optimizer.lr=0.02")  # of the job
-OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=1"]
+OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--nodes=1"]
 
 
 @pytest.fixture(autouse=True)
 def _environment(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("service.make_clients", "study.make_clients", "trial.make_clients"):
-        monkeypatch.setattr(name, lambda region="": aws.clients)
+    for name in ("service", "trial"):
+        monkeypatch.setattr(f"titanlike.tools.clusters.sagemaker.{name}.make_clients", lambda region="": aws.clients)
     monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
-    trial.fetch.__globals__["_bucket"].cache_clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
@@ -169,7 +167,7 @@ def test_a_dry_run_prints_the_request_of_a_trial(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = sweep_file(tmp_path, **{"training.global_batch_size": 32})
-    options = json.dumps([*OPTIONS, "--json"])
+    options = json.dumps(OPTIONS)
     assert sweep(monkeypatch, str(file), "--dry-run", f"--resources.options={options}") == 0
     output = capfd.readouterr().out
     request = json.loads(output[output.index("\n{") :])

@@ -7,9 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import launch as sagemaker_launch
 import pytest
-from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
 from tests.fuzz import harness
@@ -22,6 +20,7 @@ from titanlike.distributed.launch_config import launch_config, rank_variables_fr
 from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.start import Arguments
 from titanlike.tools.cli import main as titanlike_main
+from titanlike.tools.clusters.sagemaker.trial import build_parser
 from titanlike.tools.programs import load_known
 
 CHUNK = 50  # cases of one test
@@ -327,18 +326,18 @@ def titanlike_case(rng: random.Random, folder: Path) -> None:
 
 def sagemaker_case(rng: random.Random, folder: Path) -> None:
     """Options of a SageMaker job that is not submitted."""
-    options = [option for action in sagemaker_options()._actions for option in action.option_strings]
+    options = [option for action in build_parser()._actions for option in action.option_strings]
     numbers = (
-        "--instances", "--max-hours", "--wait-hours", "--volume-gb", "--keep-alive", "--retries", "--price", "--processes",
+        "--nodes", "--max-hours", "--wait-hours", "--volume-gb", "--keep-alive", "--retries", "--processes",
     )  # fmt: skip
     texts = (
         "", "²", "0", "-1", "1", "1e400", "nan", "inf", HUGE[:50], "\udcff", "a\nb", "x" * 300, "a=b", "=", "s3://a", "fsx://a",
     )  # fmt: skip
-    words = [str(DEBUG), "--dry-run", "--region=us-east-1"]
+    words = ["launch", "sagemaker", str(DEBUG), "--dry-run", "--region=us-east-1"]
     words += [f"{rng.choice(options)}={rng.choice(texts)}" for _ in range(rng.choice((0, 1, 1, 2)))]
     invalid = ("", "²", "-1", "1e400", "nan", "inf", "\udcff", "x" * 300, "a=b")
     refused = any(word.partition("=")[0] in numbers and word.partition("=")[2] in invalid for word in words)
-    outcome = run_argparse(sagemaker_launch.main, words, folder)
+    outcome = run_argparse(titanlike_main.main, words, folder)
     assert not (refused and outcome.accepted), f"accepted: {words}"
 
 

@@ -120,11 +120,14 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     missing = [line for line in run("titanlike doctor").splitlines() if line.startswith("missing")]
     assert all(line.endswith("(optional)") for line in missing)
 
-    # A sweep whose trials are jobs of sagemaker/launch.py, which is in a clone only.
+    # A job of SageMaker, and a sweep whose trials are such jobs.
+    job = run("titanlike launch sagemaker debug --nodes 2 --training.global_batch_size=16 --dry-run")
+    assert '"InstanceCount": 2' in job and "titanlike/recipes/pretrain.py" in run(
+        'python -c "from titanlike.tools.clusters.sagemaker.bundle import LIBRARY; print(LIBRARY)"'
+    ).replace("*", "pretrain")
     (work / "sweep.toml").write_text('recipe = "debug"\n[search."optimizer.lr"]\nvalues = [1e-2, 2e-2]\n')
     run("titanlike sweep sweep.toml --dry-run")
-    refused = run("titanlike sweep sweep.toml --resources.backend=sagemaker", 2)
-    assert refused.startswith("error: sweep.toml: resources.backend") and refused.count("\n") == 1
+    assert '"InstanceCount": 1' in run("titanlike sweep sweep.toml --resources.backend=sagemaker --dry-run")
     assert {path.name for path in work.iterdir()} == {
         "FOLDER",
         "custom",

@@ -22,12 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jobs
-import launch
 import pytest
 import tomli
-from instances import find_instance_type
-from options import build_parser as job_parser
 from torch.distributed.run import get_args_parser
 
 from tests.launching import ROOT
@@ -40,6 +36,7 @@ from titanlike.run.checks import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.cli.command import refuse_unknown
 from titanlike.tools.cli.main import build_parser
+from titanlike.tools.clusters.sagemaker.job import parse_channels
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.config import load_sweep
@@ -151,6 +148,10 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
             batch = fitting_batch(vars(recipe.parallelism.resolve(processes)), processes)  # as the command chooses it
             keys |= {key: str(value) for key, value in batch.items()}
             check_recipe(load_known(named, command_line.overrides | keys), processes)
+        elif words[:2] == ["launch", "sagemaker"]:
+            parse_channels(arguments.channels)
+            processes = 1 if arguments.simulate else load_hardware(arguments.instance_type).gpus_per_node
+            check_recipe(recipe, arguments.nodes * processes)
         elif words[0] == "launch":
             check_recipe(recipe, arguments.nodes * arguments.gpus_per_node)
         elif words[0] == "plan":
@@ -201,15 +202,7 @@ def python(words: Sequence[str], variables: dict[str, str]) -> None:
     elif first.startswith("recipes/"):
         train(rest, variables | {"NPROC": variables.get("NPROC", "1")})
     elif first.startswith("sagemaker/"):
-        if rest[0] in jobs.COMMANDS:
-            jobs.build_parser().parse_args(rest)
-            return
-        for recipe in [["study/baseline"], ["study/float8_all_gather"]] if first == "sagemaker/study.py" else [[]]:
-            options, others = job_parser().parse_known_args([*recipe, *rest])
-            launch.parse_channels(options.channels)
-            instances = 1 if options.smoke else options.num_instances
-            processes = options.processes if options.simulate else find_instance_type(options.instance_type).num_gpus
-            check_recipe(load_known(recipe_path(options.recipe), Arguments(others).overrides), instances * processes)
+        titanlike(["launch", "sagemaker", *rest], variables)
     else:
         run_module(".".join(Path(first).with_suffix("").parts), rest)
 

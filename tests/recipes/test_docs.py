@@ -73,9 +73,10 @@ def test_the_changelog_has_the_version() -> None:
 
 
 def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
-    (line,) = [line for block in blocks(ROOT / "README.md") for line in block.splitlines() if "sagemaker/" in line]
-    program, recipe, *options = shlex.split(line, comments=True)[1:]
-    done = python(tmp_path, str(ROOT / program), str(ROOT / recipe), *options)
+    (line,) = [
+        line for block in blocks(ROOT / "README.md") for line in block.splitlines() if "launch sagemaker" in line
+    ]
+    done = python(tmp_path, "-m", *shlex.split(line, comments=True))
     assert done.returncode == 0, done.stderr
     assert '"InstanceCount": 1' in done.stdout
 

@@ -1,4 +1,4 @@
-"""The SDKs send the request of `launch.py` unchanged, and those of the example. Requires one of the SDKs, but not torch:
+"""The SDKs send the request of a job unchanged, and those of the example. Requires one of the SDKs, but not torch:
 
 python -m pytest --noconftest -o addopts= -o filterwarnings= tests/sdk
 """
@@ -20,10 +20,11 @@ from typing import Any
 import boto3
 import pytest
 import sagemaker_estimator as example
-import submit
-from instances import find_instance_type
 from moto.server import ThreadedMotoServer
-from request import Channel, Job, request_for
+
+from titanlike.tools.clusters.sagemaker import submit
+from titanlike.tools.clusters.sagemaker.request import Channel, Job, request_for
+from titanlike.tools.planning.hardware import load_hardware
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
@@ -31,7 +32,8 @@ PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
 
 JOB = Job(
     run="run", timestamp="20261122-101112", arguments=("recipe.toml", "--sample.prompt=it's a $HOME"),
-    instance_type=find_instance_type("ml.p5.48xlarge"), num_instances=4, region="us-east-1", role=ROLE, bucket="example",
+    instance_type="ml.p5.48xlarge", hardware=load_hardware("ml.p5.48xlarge"), nodes=4,
+    region="us-east-1", role=ROLE, bucket="example",
     image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
     channels=(Channel("data.path", "s3://tokens/c4", "FastFile"),),
 )  # fmt: skip

@@ -101,20 +101,6 @@ def test_mistakes_in_other_keys(tmp_path: Path) -> None:
         load_sweep(tmp_path / "none.toml", {})
 
 
-def test_sagemaker_without_a_clone_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe is found by its name, too."""
-    file = sweep_file(tmp_path, recipe="debug")
-    assert load_sweep(file, {"resources.backend": "sagemaker"}).recipe == RECIPE
-    monkeypatch.setattr("titanlike.tools.sweep.config.JOB_OF_TRIAL", tmp_path / "site-packages/sagemaker/trial.py")
-    load_sweep(file, {})
-    assert problem(tmp_path, overrides={"resources.backend": "sagemaker"}) == (
-        'resources.backend = "sagemaker" submits jobs with sagemaker/launch.py, which an installed package does not have; '
-        'use a clone of the repository (pip install -e ".[sagemaker,sweep]"), or another backend'
-    )
-
-
 def without_validation(folder: Path) -> Path:
     path = folder / "recipe.toml"
     path.write_text(f'extends = "{RECIPE}"\n[validation]\ninterval = 0\n')

@@ -25,7 +25,7 @@ def read_file(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 def peak_flops(name: str) -> float | None:
     """Returns the dense bfloat16 FLOP/s of a file, to which MFU refers; without a name, None."""
-    rate = read_file(name).get("bf16_tflops") if name else 0
+    rate: Any = read_file(name).get("bf16_tflops") if name else 0
     if name and not (isinstance(rate, int | float) and rate > 0):
         raise UserError(f"{shown(name)}: bf16_tflops = {show_value(rate)} is not valid; give TFLOP/s, such as 989.4")
     return rate * 1e12 or None

@@ -40,7 +40,7 @@ class Console(LiveLine):
         self.update("\n".join([f"{first}  {activity}".rstrip(), *others]), self._step, self.num_steps)
 
     def log(self, step: int, values: Values) -> None:
-        """Shows a training step, a validation or a save. `sagemaker/request.py` has regular expressions for these lines."""
+        """Shows a training step, a validation or a save. `sagemaker/request.py` of the tools has regular expressions for these."""
         if values.get("validation_loss") is not None:
             self._log_validation(step, values)
         elif values.get("save_seconds") is not None:

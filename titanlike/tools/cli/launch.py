@@ -1,4 +1,4 @@
-"""`titanlike launch`: a recipe as a Slurm job, a Kubernetes job, a SkyPilot task or a container image."""
+"""`titanlike launch`: a recipe as a job of Slurm, Kubernetes, SkyPilot or SageMaker, or as a container image."""
 
 import argparse
 import re
@@ -16,6 +16,7 @@ from titanlike.tools.arguments import positive_int
 from titanlike.tools.cli.command import RECIPE_KEYS, add_command
 from titanlike.tools.clusters import cluster_job, docker, kubernetes, skypilot, slurm
 from titanlike.tools.clusters.cluster_job import ClusterJob
+from titanlike.tools.clusters.sagemaker import options
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 
 DESCRIPTION = """\
@@ -25,9 +26,10 @@ name is fixed, so that a job that is preempted, requeued or submitted again resu
   titanlike launch slurm llama3_8b --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
   titanlike launch kubernetes llama3_8b --nodes 4 --image registry/titanlike:1 --claim training
   titanlike launch skypilot llama3_8b --nodes 2 --spot --checkpoint.dir=gs://bucket/runs
+  titanlike launch sagemaker llama3_8b --nodes 4 --role ARN --channel data.path=s3://bucket/tokens
   titanlike launch docker llama3_8b --image registry/titanlike:1
 
---dry-run writes the files and submits nothing."""
+--dry-run submits nothing: it writes the files or, for SageMaker, prints the request."""
 
 TIME_LIMIT = r"(\d+-)?\d+(:\d\d){0,2}"  # of Slurm: minutes, hours:minutes:seconds, days-hours
 
@@ -36,11 +38,11 @@ def add(commands: Any) -> None:
     """Adds `launch` to the commands of `titanlike`."""
     parser = commands.add_parser(
         "launch",
-        help="a recipe as a Slurm job, a Kubernetes job, a SkyPilot task or a container image",
+        help="a recipe as a job of Slurm, Kubernetes, SkyPilot or SageMaker, or as a container image",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|skypilot|docker")
+    targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|skypilot|sagemaker|docker")
     for target, run, text in (
         ("slurm", _slurm, "write a batch file and submit it with sbatch"),
         (
@@ -49,6 +51,7 @@ def add(commands: Any) -> None:
             "write the manifests of a JobSet or a Kubeflow TrainJob and apply them with kubectl",
         ),
         ("skypilot", _skypilot, "write the task of a managed job and submit it with sky"),
+        ("sagemaker", _sagemaker, "upload the library and the recipe to S3, and submit a training job of SageMaker"),
         ("docker", _docker, "write a Dockerfile with the wheel and the recipe, and build the image"),
     ):
         description = f"{text[0].upper()}{text[1:]}."
@@ -56,12 +59,17 @@ def add(commands: Any) -> None:
         text = "recipe; override its keys with --section.key=value"
         command.add_argument("recipe", metavar="RECIPE", help=text)
         command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes (default: 1)")
+        text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
+        if target == "sagemaker":
+            text = "hardware of an instance type that is not known (default: the instance type)"
+        command.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)
+        command.add_argument("--dry-run", action="store_true", help="submit nothing")
+        if target == "sagemaker":  # its instance types have the other options' values
+            options.add_options(command)
+            continue
         text = 'GPUs of a node, one process each; with run.device = "cpu", processes of a node (default: 8)'
         command.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help=text)
         command.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: launch/NAME)")
-        command.add_argument("--dry-run", action="store_true", help="write the files and submit nothing")
-        text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
-        command.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)
         text = "seconds between the stop signal and the end of the job, for a last checkpoint (default: 180)"
         command.add_argument("--grace", type=positive_int, default=180, metavar="SECONDS", help=text)
         if target == "slurm":
@@ -176,6 +184,13 @@ def _skypilot(arguments: argparse.Namespace) -> int:
     _write_with_wheel(job, folder, files)
     secrets = [word for name in arguments.secret for word in ("--secret", name)]
     return _submit(arguments, job, folder, ["sky", "jobs", "launch", *secrets, str(folder / "task.yaml")])
+
+
+def _sagemaker(arguments: argparse.Namespace) -> int:
+    from titanlike.tools.clusters.sagemaker.job import launch
+
+    command_line = Arguments([arguments.recipe, *arguments.overrides])
+    return launch(arguments, command_line.recipe, command_line.overrides)
 
 
 def _docker(arguments: argparse.Namespace) -> int:

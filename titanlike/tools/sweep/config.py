@@ -20,7 +20,7 @@ from titanlike.config.base import (
     shown,
 )
 from titanlike.config.schema import describe
-from titanlike.config.shipped import REPOSITORY, recipe_path
+from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
 from titanlike.run.checks import check_machine, check_recipe
@@ -31,7 +31,7 @@ from titanlike.utils.system import visible_gpus
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
 RANGE_KEYS, VALUE_KEYS = ("low", "high", "log", "step"), ("values",)
 OWN_KEYS = ("program", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
-JOB_OF_TRIAL = REPOSITORY / "sagemaker/trial.py"  # in a clone only
+JOB_OF_TRIAL = "titanlike.tools.clusters.sagemaker.trial"
 
 
 @section
@@ -60,7 +60,7 @@ class Resources:
     parallel: NonNegative = 0
     """Trials at a time. 0: as many as there are GPUs for; one on a CPU, with SageMaker and with Ray."""
     options: tuple[str, ...] = ()
-    """Options of `python sagemaker/launch.py` for every job, such as "--instances=4"."""
+    """Options of `titanlike launch sagemaker` for every job, such as "--nodes=4"."""
 
 
 @section
@@ -157,11 +157,6 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
     if not recipe.is_file():
         raise UserError(
             f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found; {similar_recipe(recipe)}"
-        )
-    if sweep.resources.backend == "sagemaker" and not JOB_OF_TRIAL.is_file():
-        raise UserError(
-            f'{file}: resources.backend = "sagemaker" submits jobs with sagemaker/launch.py, which an installed package does not '
-            'have; use a clone of the repository (pip install -e ".[sagemaker,sweep]"), or another backend'
         )
     sweep = replace(sweep, name=sweep.name or name_of(file.stem))
     dimensions = tuple(_dimension(file, key, table) for key, table in _tables(sweep.search))

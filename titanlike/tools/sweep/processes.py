@@ -114,7 +114,7 @@ def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> li
     overrides = [f"--{key}={value}" for key, value in effective.items()]
     recipe = str(plan.path / "recipe.toml")
     if resources.backend == "sagemaker":
-        return [sys.executable, str(JOB_OF_TRIAL), recipe, *resources.options, *overrides]
+        return [sys.executable, "-m", JOB_OF_TRIAL, recipe, *resources.options, *overrides]
     return [sys.executable, str(REPOSITORY / "titanlike/run/launch.py"), recipe, *overrides]
 
 

@@ -5,6 +5,7 @@ Imports only the standard library: it installs the missing requirements before a
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,17 +18,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-CODE = Path(__file__).resolve().parents[1]
+CODE = Path(__file__).resolve().parents[4]
 STOP_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 # Errors of a process whose peer on another host has exited.
 LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited", "Broken pipe",
-)  # fmt: skip
-# Overrides of `--smoke`: enough steps to compile, and to measure the throughput.
-SMOKE_OVERRIDES = (
-    "--training.steps=20", "--schedule.warmup_steps=0", "--schedule.decay_ratio=0", "--metrics.interval=1",
-    "--validation.interval=0", "--evaluation.interval=0", "--sample.tokens=0", "--checkpoint.enabled=false",
-    "--checkpoint.export=none",
 )  # fmt: skip
 HOST_TIMEOUT = 900.0  # seconds between the starts of two hosts
 FAILURE_LENGTH = 1024  # characters of the failure file that SageMaker shows
@@ -46,8 +41,9 @@ def main(arguments: list[str]) -> int:
     if error:
         return fail(host, [f"error: {error}"], 2)
     programs = [[str(CODE / "titanlike/run/launch.py"), *arguments]]
-    if arguments[:1] == ["--smoke"]:
-        programs = [[str(CODE / "sagemaker/smoke.py")], [programs[0][0], *arguments[1:], *SMOKE_OVERRIDES]]
+    if arguments[:1] == ["--doctor"]:
+        doctor = ["-m", "titanlike", "doctor"]
+        programs = [doctor, [*doctor, "--network", f"--hardware={arguments[1]}"]]
     for program in programs:
         code, last_lines = run([sys.executable, *program], environment)
         if code:
@@ -84,7 +80,7 @@ def wait_for_host(name: str, seconds: float = HOST_TIMEOUT) -> str:
 def install(requirements: Path) -> str:
     """Installs what the image lacks, except torch. Returns an error message, or an empty string."""
     missing = missing_requirements(requirements.read_text().split())
-    torch = next((line for line in missing if line.startswith("torch>")), None)
+    torch = next((line for line in missing if re.match("torch[<>=]", line)), None)
     if torch:
         return f"the image lacks {torch}; choose another --image"
     if not missing:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from instances import InstanceType
+from titanlike.tools.planning.hardware import Hardware
 
 OPT = "/opt/ml"  # SageMaker's directory in the container
 CODE = "code"  # name of the channel with the job's files
-ENTRY = ["python3", f"{OPT}/input/data/{CODE}/sagemaker/entry.py"]
+ENTRY = ["python3", f"{OPT}/input/data/{CODE}/titanlike/tools/clusters/sagemaker/entry.py"]
 FILE_SUFFIXES = (".json", ".jsonl", ".txt", ".parquet", ".gz", ".zst", ".model", ".tiktoken")
 PREFIX = "titanlike"
 TIMESTAMP = "%Y%m%d-%H%M%S"  # suffix of job names
@@ -87,8 +87,9 @@ class Job:
     run: str
     timestamp: str
     arguments: Sequence[str]  # of ./run_train.sh: a recipe among the job's files, then overrides
-    instance_type: InstanceType
-    num_instances: int
+    instance_type: str  # such as ml.p5.48xlarge
+    hardware: Hardware  # of the instance type
+    nodes: int
     region: str
     role: str
     bucket: str
@@ -108,7 +109,7 @@ class Job:
     kms_key: str = ""
     tags: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    smoke: bool = False
+    doctor: bool = False
 
     @property
     def name(self) -> str:
@@ -136,8 +137,8 @@ def request_for(job: Job) -> dict[str, Any]:
     """Returns the `CreateTrainingJob` request of a job."""
     channels = [Channel(CODE, job.code), *job.channels, *([job.checkpoints] if job.checkpoints else [])]
     resources = {
-        "InstanceType": job.instance_type.name,
-        "InstanceCount": job.num_instances,
+        "InstanceType": job.instance_type,
+        "InstanceCount": job.nodes,
         "VolumeSizeInGB": job.volume_gb,
         "KeepAlivePeriodInSeconds": job.keep_alive * 60,
         "TrainingPlanArn": job.training_plan,
@@ -174,7 +175,9 @@ def container_arguments(job: Job) -> list[str]:
     """Returns the recipe, the keys that depend on SageMaker's paths, and the user's overrides unchanged."""
     recipe, *overrides = job.arguments
     given = {key.removeprefix("--"): value for key, _, value in (override.partition("=") for override in overrides)}
-    return [*(["--smoke"] if job.smoke else []), recipe, *(f"--{k}={v}" for k, v in with_job_keys(job, given).items())]
+    if job.doctor:
+        return ["--doctor", job.instance_type]
+    return [recipe, *(f"--{k}={v}" for k, v in with_job_keys(job, given).items())]
 
 
 def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -198,14 +201,11 @@ def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
 def container_environment(job: Job) -> dict[str, str]:
     """Returns the container's environment variables; the user's values take precedence."""
     variables = {"NCCL_DEBUG": "WARN"}
-    if job.instance_type.hardware.efa and job.num_instances > 1:
+    if job.hardware.efa and job.nodes > 1:
         # Without it, if EFA is unavailable, NCCL silently falls back to sockets, which are 100 times slower.
         variables["FI_PROVIDER"] = "efa"
-        if job.instance_type.name.startswith("ml.p"):
+        if job.instance_type.startswith("ml.p"):
             variables["FI_EFA_USE_DEVICE_RDMA"] = "1"  # GPUDirect RDMA
-    if job.smoke:
-        variables["SMOKE_GPUS"] = str(job.instance_type.num_gpus)
-        variables["SMOKE_EFA"] = "1" if job.instance_type.hardware.efa else ""
     return variables | job.environment
 
 

@@ -12,15 +12,14 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from job_status import TIMESTAMP_SUFFIX, active_job, command
-from request import Job, base_name, request_for
-from service import Clients, NotFound, readable_errors
-from validation import request_errors
-
 from titanlike.config import UserError
+from titanlike.tools.clusters.sagemaker.jobs import TIMESTAMP_SUFFIX, active_job
+from titanlike.tools.clusters.sagemaker.request import Job, request_for
+from titanlike.tools.clusters.sagemaker.service import Clients, NotFound, readable_errors
+from titanlike.tools.clusters.sagemaker.validation import request_errors
 
 if TYPE_CHECKING:
-    from bundle import Bundle
+    from titanlike.tools.clusters.sagemaker.bundle import Bundle
 
 NO_TELEMETRY = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
 # Keys of the request that ModelTrainer accepts under the same name.
@@ -51,12 +50,11 @@ def _is_installed(module: str) -> bool:
 
 
 def upload_and_submit(clients: Clients, job: Job, bundle: "Bundle", sender: str) -> str:
-    """Uploads the files, with the request for `resume` beside them, and submits the request. Returns the job's name."""
+    """Uploads the files, with the request beside them, and submits the request. Returns the job's name."""
     check_bucket(clients, job.bucket)
-    if active := active_job(clients, job.run, base_name(job.prefix, job.run)):
+    if active := active_job(clients, job.run, job.prefix):
         raise UserError(
-            f"run {job.run} has an active job, {active.name}: {command('wait', active.name, clients.region)}; to start another "
-            "run, choose another --run"
+            f"run {job.run} has an active job, {active.name}; wait for its end, stop it, or choose another --run"
         )
     request = request_for(job)
     if errors := request_errors(request):

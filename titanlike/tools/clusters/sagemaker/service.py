@@ -37,7 +37,6 @@ class Clients:
     region: str
     session: Any
     sagemaker: Any
-    logs: Any
     s3: Any
 
     def read_object(self, bucket: str, key: str) -> bytes:
@@ -57,7 +56,7 @@ def make_clients(region: str = "") -> Clients:
         import boto3
         from botocore.config import Config
     except ImportError:
-        raise UserError('boto3 is not installed; run: pip install -e ".[sagemaker]"') from None
+        raise UserError('boto3 is not installed; run: pip install "titanlike[sagemaker]"') from None
     # With the default timeouts, a call without a network blocks, and defers Ctrl-C, for five minutes.
     config = Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 3})
     with readable_errors(region):
@@ -67,9 +66,7 @@ def make_clients(region: str = "") -> Clients:
         if session.get_credentials() is None:
             raise UserError("no AWS credentials found; run aws configure, or set AWS_PROFILE")
         region = session.region_name
-        made = (
-            _with_readable_errors(session.client(name, config=config), region) for name in ("sagemaker", "logs", "s3")
-        )
+        made = (_with_readable_errors(session.client(name, config=config), region) for name in ("sagemaker", "s3"))
         return Clients(region, session, *made)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from request import Job, container_arguments
-
 from titanlike.config.base import shown
+from titanlike.tools.clusters.sagemaker.request import Job, container_arguments
 
 ARN = r"arn:aws[a-z-]*"
 PATTERNS = {

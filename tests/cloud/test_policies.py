@@ -1,22 +1,16 @@
-"""docs/sagemaker.md: its policies allow what the code does, limited to the prefix."""
+"""The IAM policies of sagemaker/ allow what the code does, limited to the prefix."""
 
 import fnmatch
 import json
-import re
 from typing import Any
-
-import jobs
-import pytest
-from request import Channel, Job, request_for
 
 from tests.cloud.aws import Aws
 from tests.cloud.settings import JOB
 from tests.launching import ROOT
+from titanlike.tools.clusters.sagemaker.jobs import active_job
+from titanlike.tools.clusters.sagemaker.request import Channel, Job, request_for
 
-PAGE = (ROOT / "docs/sagemaker.md").read_text()
-POLICIES: list[dict[str, Any]] = [
-    json.loads(text) for text in re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-]
+USER, ROLE = (json.loads((ROOT / f"sagemaker/policy_of_{name}.json").read_text()) for name in ("user", "role"))
 
 
 def statements(policy: dict[str, Any], action: str) -> list[str]:
@@ -32,42 +26,34 @@ def allowed(policy: dict[str, Any], action: str, resource: str) -> bool:
     return any(fnmatch.fnmatch(resource, pattern) for pattern in statements(policy, action))
 
 
-def test_the_user_policy_allows_the_commands(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_policy_allows_the_commands(aws: Aws) -> None:
     """Covers each operation that is called, and each S3 key."""
-    user, _ = POLICIES
     for name in ("CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob"):
         assert allowed(
-            user, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/titanlike-debug-20261122-101112"
+            USER, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/titanlike-debug-20261122-101112"
         )
-        assert not allowed(user, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/other")
-    monkeypatch.setattr("jobs.make_clients", lambda region: aws.clients)
-    job = aws.running()
-    aws.log(job, "algo-1", "hello")
-    aws.calls.clear()
-    for arguments in (["list"], ["describe", job], ["logs", job], ["stop", job]):
-        assert jobs.run([*arguments, "--region", "us-east-1"]) == 0
+        assert not allowed(USER, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/other")
+    aws.running()
+    active_job(aws.clients, "debug", "titanlike")
     called = {operation for operation, _ in aws.calls}
     assert {"ListTrainingJobs", "DescribeTrainingJob"} <= called
     for operation in called:
-        kind = "logs" if operation in ("DescribeLogStreams", "GetLogEvents") else "sagemaker"
-        assert statements(user, f"{kind}:{operation}"), operation
+        assert statements(USER, f"sagemaker:{operation}"), operation
     for action, key in (
         ("PutObject", "code/a/b"),
-        ("GetObject", "code/a/request.json"),
         ("GetObject", "runs/a/metrics.jsonl"),
     ):
-        assert allowed(user, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
-    assert not allowed(user, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
+        assert allowed(USER, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
+    assert not allowed(USER, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
 
 
 def test_the_role_policy_allows_only_the_job_locations() -> None:
-    _, role = POLICIES
     job = Job(**{**vars(JOB), "bucket": "BUCKET", "channels": (Channel("data.path", "s3://BUCKET/tokens/c4"),)})
     request = request_for(job)
     uris = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in request["InputDataConfig"]]
     assert len(uris) == 2
     for uri in uris:
-        assert allowed(role, "s3:GetObject", uri.replace("s3://", "arn:aws:s3:::") + "file")
+        assert allowed(ROLE, "s3:GetObject", uri.replace("s3://", "arn:aws:s3:::") + "file")
     arguments = dict(one.split("=", 1) for one in request["AlgorithmSpecification"]["ContainerArguments"] if "=" in one)
     written = [
         f"{arguments['--checkpoint.dir']}/{job.run}/step-00000001/manifest.json",
@@ -75,8 +61,8 @@ def test_the_role_policy_allows_only_the_job_locations() -> None:
         f"{request['OutputDataConfig']['S3OutputPath']}/{job.name}/output.tar.gz",
     ]
     for uri in written:
-        assert allowed(role, "s3:PutObject", uri.replace("s3://", "arn:aws:s3:::")), uri
+        assert allowed(ROLE, "s3:PutObject", uri.replace("s3://", "arn:aws:s3:::")), uri
     for key in ("titanlike/code/a", "tokens/a", "other/a"):
-        assert not allowed(role, "s3:PutObject", f"arn:aws:s3:::BUCKET/{key}")
-        assert not allowed(role, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{key}")
-    assert not allowed(role, "s3:GetObject", "arn:aws:s3:::BUCKET/other/a")
+        assert not allowed(ROLE, "s3:PutObject", f"arn:aws:s3:::BUCKET/{key}")
+        assert not allowed(ROLE, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{key}")
+    assert not allowed(ROLE, "s3:GetObject", "arn:aws:s3:::BUCKET/other/a")

@@ -2,27 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata as installed
 from pathlib import Path
 
 import tomli
+from packaging.requirements import Requirement
 
 from titanlike import __version__
-from titanlike.config.shipped import REPOSITORY
+from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import joined
 from titanlike.run.checks import check_recipe
+from titanlike.run.hooks import registered
 from titanlike.run.start import program_of
 from titanlike.tools.clusters.cluster_job import extras_of
 from titanlike.tools.programs import SHIPPED, known_sections, run_program
 
 RECIPE = "recipe.toml"
-LIBRARY = (
-    "titanlike/**/*.py",
-    "titanlike/hardware/*.toml",
-    "recipes/*.py",
-    "sagemaker/entry.py",
-    "sagemaker/smoke.py",
-)
+LIBRARY = ("titanlike/**/*.py", "titanlike/hardware/*.toml", f"{PROGRAMS.relative_to(REPOSITORY)}/*.py")
+HOOKS = ("titanlike.checked", "titanlike.completed", "titanlike.out_of_memory")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def make_bundle(
         for file in REPOSITORY.glob(pattern)
         if "__pycache__" not in file.parts
     }
-    if program.parent == REPOSITORY / "recipes":
+    if program.parent == PROGRAMS:
         name = program.stem
     else:
         name = f"program/{program.name}"
@@ -94,11 +92,8 @@ def make_bundle(
 
 def metadata() -> dict[str, str]:
     """Returns the files by which Python finds the hooks of the library (`titanlike.run.hooks`), which a job does not install."""
-    project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    groups = [
-        "\n".join([f"[{group}]", *(f"{name} = {function}" for name, function in functions.items())])
-        for group, functions in project["entry-points"].items()
-    ]
+    own = {group: [each for each in registered(group) if each.value.startswith("titanlike.")] for group in HOOKS}
+    groups = ["\n".join([f"[{group}]", *(f"{each.name} = {each.value}" for each in own[group])]) for group in HOOKS]
     folder = f"titanlike-{__version__}.dist-info"
     return {
         f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: titanlike\nVersion: {__version__}\n",
@@ -108,12 +103,19 @@ def metadata() -> dict[str, str]:
 
 def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
     """Returns the requirements that the job's image must satisfy. The image's torch is never replaced."""
-    project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *(extras["s3"] if s3 else [])]
     is_json = recipe.tokenizer.encoding.endswith(".json") or Path(recipe.tokenizer.encoding).is_dir()
-    if (recipe.data.reads_paths and recipe.data.source != "shards") or is_json:
-        required += extras["data"]
-    for name in extras_of(recipe):
-        required += extras[name] if name not in ("data", "s3") else []
-    return "".join(f"{line}\n" for line in required)
+    needs_data = (recipe.data.reads_paths and recipe.data.source != "shards") or is_json
+    extras = {"s3": s3, "data": needs_data, **{name: True for name in extras_of(recipe) if name not in ("data", "s3")}}
+    return "".join(f"{line}\n" for line in _dependencies([name for name, needed in extras.items() if needed]))
+
+
+def _dependencies(extras: Sequence[str]) -> list[str]:
+    """Returns the dependencies of the library with these extras: of the clone's pyproject.toml, or of the installed package."""
+    if (REPOSITORY / "pyproject.toml").is_file():
+        project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+        return [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
+    found = map(Requirement, installed.requires("titanlike") or ())
+    needed = (
+        each for each in found if not each.marker or any(each.marker.evaluate({"extra": x}) for x in ("", *extras))
+    )
+    return list(dict.fromkeys(f"{each.name}{each.specifier}" for each in needed))

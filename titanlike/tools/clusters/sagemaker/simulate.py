@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bundle import Bundle
-from request import CODE, OPT
-
 from titanlike.config import UserError
+from titanlike.tools.clusters.sagemaker.bundle import Bundle
+from titanlike.tools.clusters.sagemaker.request import CODE, OPT
 from titanlike.utils.system import share_cores
 
 KILL_DELAY = 120.0  # seconds from SIGTERM to SIGKILL, as on SageMaker
@@ -175,8 +174,6 @@ class Simulation:
             "NPROC": str(processes),
             "MASTER_PORT": str(_free_port()),
             "CUDA_VISIBLE_DEVICES": "",
-            "SMOKE_GPUS": "0",
-            "SMOKE_EFA": "",
             **share_cores(num_hosts * processes),
         }
         self.hosts = [Host(index, request, folder, variables) for index in range(num_hosts)]
