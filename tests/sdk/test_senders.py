@@ -23,7 +23,7 @@ import sagemaker_estimator as example
 from moto.server import ThreadedMotoServer
 
 from titanlike.tools.clusters.sagemaker import submit
-from titanlike.tools.clusters.sagemaker.request import Channel, Job, request_for
+from titanlike.tools.clusters.sagemaker.request import ENTRY, Channel, Job, request_for
 from titanlike.tools.planning.hardware import load_hardware
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -107,7 +107,7 @@ def test_model_trainer_sends_the_request_with_its_own_script(session: boto3.Sess
     assert key.startswith("titanlike/code/")
     script = session.client("s3").get_object(Bucket="example", Key=f"{key}/sm_train.sh")["Body"].read().decode()
     arguments = shlex.join(request_["AlgorithmSpecification"]["ContainerArguments"])
-    assert f"exec python3 /opt/ml/input/data/code/sagemaker/entry.py {arguments}\n" in script
+    assert f"exec {shlex.join(ENTRY)} {arguments}\n" in script
     expected = copy.deepcopy(request_)
     for side in (submitted, expected):
         side.pop("TrainingJobName")
@@ -283,7 +283,7 @@ def test_requests_of_a_model_trainer_and_its_tuner(
 
 
 @pytest.mark.skipif(not installed(SDKS["v3"]), reason="version 3 of the SageMaker SDK is not installed")
-def test_channels_of_launch_py_are_shell_variables(tmp_path: Path) -> None:
+def test_channels_are_shell_variables(tmp_path: Path) -> None:
     keys = ("data.path", "data.validation_path", "tokenizer.encoding")
     channels = [*(Channel(key, "s3://tokens/c4") for key in keys), Channel("data.mixture", "s3://tokens/c4", number=1)]
     check_shell_variables({"InputDataConfig": [channel.request() for channel in channels]}, tmp_path)
