@@ -35,11 +35,13 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def gpu_operators(device: str, flex: bool) -> Iterator[None]:
-    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, attention with
-    soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and attention with context
-    parallelism, which needs no mask on GPUs."""
+    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass if they are not compiled,
+    attention with soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and attention with
+    context parallelism, which needs no mask on GPUs."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return original_norm(x, shape, weight, eps)
         return _FusedRMSNorm.apply(x, weight)
 
     def attention(
@@ -67,6 +69,7 @@ def gpu_operators(device: str, flex: bool) -> Iterator[None]:
         return compat.flash_attention_of_last_queries(q, k, padded)[..., : v.shape[-1]]
 
     original: Any = F.scaled_dot_product_attention
+    original_norm: Any = F.rms_norm
     if device == "cpu":
         yield
         return

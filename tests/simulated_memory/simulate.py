@@ -12,21 +12,20 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tests.simulated_memory.fake_operators import any_hardware, balanced_experts, gpu_operators
+from tests.simulated_memory.build import build, fake_batch
+from tests.simulated_memory.compiled import saved_by_blocks
+from tests.simulated_memory.fake_operators import balanced_experts, gpu_operators
 from tests.simulated_memory.fakes import fake_process_group, fake_tensors
-from tests.simulated_memory.storage_tracker import Allocation, StorageTracker
+from tests.simulated_memory.storage_tracker import Allocation, StorageTracker, is_gathered
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
-from titanlike.data.batches.loader import Batch
-from titanlike.models.registry import blocks, build_model
+from titanlike.models.registry import blocks
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.parallelize import parallelize
 from titanlike.recipe.distill import DistillRecipe
-from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.distillation import Teacher, set_distillation_loss
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations, weight_copies
@@ -87,9 +86,9 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
 
 
 def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
-    """Returns the memory with compiled blocks, which fake tensors do not show: by what the formulas of the two differ."""
+    """Returns the memory with compiled blocks: with what these keep, and otherwise by what the formulas of the two differ."""
     before, after = block_activations(eager), block_activations(compiled)
-    share = _saved(compiled) / _saved(eager)
+    share = _saved_by_compiled(compiled) / _saved(eager)
     tokens = compiled.tokens
     logits = loss_logits(eager) - loss_logits(compiled)
     backward = tokens * (after.kept - after.saved + after.backward - (before.kept - before.saved + before.backward))
@@ -109,8 +108,20 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
     return replace(simulated, moments=tuple(map(changed, simulated.moments)))
 
 
+def _saved_by_compiled(job: Job) -> float:
+    """Returns the bytes that all blocks save if they are compiled, from one block of each kind."""
+    kinds, recipe = job.recipe.model.kinds_of_blocks(), job.recipe
+    parallelism = replace(job.layout, pipeline=1, pipeline_split=())
+    model: Any = recipe.model
+    if not model.is_encoder_decoder:
+        model = replace(model, num_layers=model.num_dense_layers + 1)
+    short = replace(recipe, model=model, parallelism=parallelism)
+    found = saved_by_blocks(Job(short, job.num_gpus // job.layout.pipeline))
+    return sum(number * found[first] for (_, number), (first, _) in zip(kinds, model.kinds_of_blocks(), strict=True))
+
+
 def _saved(job: Job) -> float:
-    """Returns the bytes that all blocks save."""
+    """Returns the bytes that all blocks save, from formulas."""
     kinds = job.recipe.model.kinds_of_blocks()
     return sum(
         number * (block_activations(job, first).saved * job.tokens_of(first) + weight_copies(job, first)[1])
@@ -240,9 +251,7 @@ def _category(allocation: Allocation, start: int) -> str:
         return phase
     if freed_in == "zero_grad" or allocation.begin < start:
         return "gradients"
-    if allocation.operator == "resize_" or allocation.operator.startswith(
-        ("c10d", "fsdp", "aten.empty.", "aten.new_empty.")
-    ):
+    if is_gathered(allocation):
         return "gathered"
     if phase == "loss":
         return "loss"
@@ -258,32 +267,18 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
     first_rank = rank * (job.num_gpus // layout.pipeline)
     with fake_process_group(first_rank, job.num_gpus):
         mesh = build_mesh("cpu", **layout.dimensions(), expert=layout.expert)
-        with torch.device("meta"):
-            model: nn.Module = build_model(recipe.model)
-        with any_hardware(recipe.float8):
-            model = parallelize(
-                model,
-                mesh,
-                split=job.split,
-                training=training,
-                parallelism=layout,
-                float8=recipe.float8,
-                lora=job.lora,
-                activation_checkpoint=recipe.activation_checkpoint,
-                compile=replace(recipe.compile, mode="none"),
+        model = build(job, mesh)
+        second: nn.Module | None = None
+        teacher, loss = None, None
+        if job.second:
+            eager = replace(recipe, parallelism=layout, compile=replace(recipe.compile, mode="none"))
+            second = parallelize_frozen(
+                job.second.recipe.model, eager, mesh,
                 loss_reduction="none" if job.trains_on_pairs else "sum",
-            )
-            second: nn.Module | None = None
-            teacher, loss = None, None
-            if job.second:
-                eager = replace(recipe, parallelism=layout, compile=replace(recipe.compile, mode="none"))
-                second = parallelize_frozen(
-                    job.second.recipe.model, eager, mesh,
-                    loss_reduction="none" if job.trains_on_pairs else "sum",
-                )  # fmt: skip
-            if second and isinstance(recipe, DistillRecipe):
-                teacher = Teacher(second, reshards=layout.reshard_after_forward != "never")
-                loss = set_distillation_loss(model, recipe.distillation)
+            )  # fmt: skip
+        if second and isinstance(recipe, DistillRecipe):
+            teacher = Teacher(second, reshards=layout.reshard_after_forward != "never")
+            loss = set_distillation_loss(model, recipe.distillation)
         with (
             fake_tensors(),
             gpu_operators(device, training.attention == "auto"),
@@ -300,19 +295,11 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             optimizer.step()  # allocates its state
             optimizer.zero_grad()
             _mark_phases(model, tracker)
-            length = training.seq_len // layout.context
-            tokens = torch.zeros(job.sequences, length, dtype=torch.long)
-            inputs, labels = {"tokens": tokens, "position_ids": tokens}, tokens
-            if further := recipe.model.num_mtp_layers:
-                inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
-            if isinstance(recipe, Seq2SeqRecipe):
-                labels = torch.zeros(job.sequences, recipe.target_len, dtype=torch.long)
-                inputs |= {"decoder_tokens": labels}
-                inputs |= {"document_ids": tokens, "decoder_document_ids": labels} if recipe.has_pairs else {}
-            batch = Batch(inputs, labels)
+            batch = fake_batch(job)
+            num_tokens = batch.inputs["tokens"].numel()
             if isinstance(model, Pipeline):
                 tracker.begin("start")
-                model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())
+                model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / num_tokens)
             else:
                 count = min(job.num_microbatches, MICROBATCHES)
                 for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
@@ -328,7 +315,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                         out = model(**batch.inputs, labels=batch.labels)
                     if loss:
                         loss.teacher = loss.sums = None
-                    (out.sum() / tokens.numel()).backward()
+                    (out.sum() / num_tokens).backward()
                     del out
             tracker.begin("clipping")
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)

@@ -38,6 +38,16 @@ class StorageTracker(TorchDispatchMode):
         self.now = 0
         self._live: dict[int, Allocation] = {}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether the compiler compiles within this mode. Otherwise it would run the code as it is."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The same in other versions of torch."""
+        return True
+
     def begin(self, phase: str) -> None:
         """Begins a phase of the step."""
         self.phase = phase
@@ -92,3 +102,8 @@ class StorageTracker(TorchDispatchMode):
         allocation = self._live.pop(key)
         self.now += 1
         allocation.end, allocation.freed_in = self.now, self.phase
+
+
+def is_gathered(allocation: Allocation) -> bool:
+    """Whether FSDP has allocated it: weights that it gathers, and the buffers of its collectives."""
+    return allocation.operator.startswith(("resize_", "c10d", "fsdp", "aten.empty.", "aten.new_empty."))

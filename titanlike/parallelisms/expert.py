@@ -49,7 +49,8 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         # The experts are an FSDP unit of their own, whose parameters are gathered right before this.
         experts.register_forward_pre_hook(_read_local_shards)
         # The experts run outside of compiled code, with the hooks of FSDP.
-        layer.call_experts = compat.disable_compilation(layer.call_experts)
+        computing: Any = without_owner(layer)
+        computing.call_experts = compat.disable_compilation(computing.call_experts)
     return [layer.experts for layer in layers]
 
 

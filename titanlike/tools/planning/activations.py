@@ -20,7 +20,7 @@ from titanlike.tools.planning.architecture import (
     latent_matrices,
     router_parameters,
 )
-from titanlike.tools.planning.experts import routed_activations
+from titanlike.tools.planning.experts import routed_activations, routed_products
 from titanlike.tools.planning.job import Job
 
 CROSS_MATRICES = ("cross_attention.wk", "cross_attention.wv")  # which read the tokens of the encoder
@@ -56,9 +56,16 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     gathered = 2 * hidden if tensor > 1 else 0.0  # the inputs of attention and feed-forward
     # Context parallelism gathers keys and values of the full sequence, and computes attention in two parts.
     sequence = (keys + values) * (layout.context - 1)
+    is_padded = layout.context > 1 and model.v_head_dim < model.head_dim
+    if (
+        is_padded
+    ):  # Its kernel takes heads of one size: the values up to the last query of a part are padded, as is its output.
+        sequence += keys * (layout.context + 0.5) - values * layout.context
+        attention += queries - out
     compiled = job.recipe.compile.mode != "none"
     norms = gathered or 2 * hidden
-    copies = 0.0
+    # Both parts of the output, and their concatenation; the output before it is scaled.
+    copies = out * ((layout.context > 1) + model.has_sinks)
     if compiled:
         # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes the product of a gated feed-forward.
         intermediates = (3 if is_gated else 2) * ffn
@@ -67,8 +74,6 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         intermediates -= ffn * recomputed_products
     else:
         intermediates = (4 if is_gated else 2) * ffn
-        copies = out if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
-        copies += out if model.has_sinks else 0.0  # the output before it is scaled
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if has_qk_norm(model) else 0.0
     norm_input = stream
@@ -78,10 +83,13 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
     # The inputs of attention and feed-forward, and what they compute.
     kept = 2 * norm_input + norms + queries + keys + values + attention + intermediates + sequence + copies + qk_norm
     if latent_matrices(model):
-        # The latent vectors and the norms of them, and the keys without positions, which are copied to keys of all channels.
-        latents = [matrices[name][1] for name in latent_matrices(model) if name in matrices]
-        kept += element * (2 * sum(latents) + (matrices["attention.wkv_b"][0] - values * tensor / element) / tensor)
-    kept += 2 * norm_input if has_post_norms(model) else 0.0
+        # The latent vectors, with the channels of keys that all heads share, and the norms of them; and the keys without positions,
+        # which are copied to keys of all channels, unless only those are gathered.
+        kept += element * (2 * sum(matrices[name][1] for name in latent_matrices(model)) + model.rotary_dim)
+        kept += 0.0 if is_padded else element * matrices["attention.wkv_b"][0] / tensor - values
+    if has_post_norms(model):
+        # Their inputs. From the first, the partitioner computes the sum after attention again.
+        kept += (1 if compiled and mode in ("none", "memory_budget") else 2) * norm_input
     selective = stream + attention + _every_second_product(job, index)
     if job.has_cross_attention(index):
         # Its keys and values come from the tokens of the encoder.
@@ -106,10 +114,14 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         # Gradients of the biases, for each sequence by itself, and of queries, keys and values, after the feed-forward.
         biases = element * model.num_heads / tensor * job.tokens_of(index) / job.sequences
         backward = max(backward, biases + queries + keys + values - intermediates)
-    if isinstance(model, MoeConfig):
+    if isinstance(model, MoeConfig) and model.has_experts(index):
         routed = routed_activations(job, model)
         kept += routed.kept
         selective += routed.selective
+        if layout.expert > 1:
+            # Attention, the second norm, and the router and experts are recomputed one by one, from what each reads: `gathered`
+            # inputs count above. With these, compiled code does not keep what they are gathered from.
+            selective += (3 if tensor == 1 else 1 if compiled else 2) * stream
         if tensor > 1 and model.num_shared_experts:
             selective += stream  # the shared experts' own reduce-scatter
         forward = max(forward, routed.forward)
@@ -174,18 +186,30 @@ def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[
 
 
 def _every_second_product(job: Job, index: int) -> float:
-    """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
-    router and its experts have four."""
-    model, lora = job.recipe.model, job.lora
-    widths: list[float] = []
-    for name, (width, _) in ordered_matrices(model, index, job.layout.tensor).items():
-        reads_encoder = name in CROSS_MATRICES
-        each = width * job.tokens / job.decoder_tokens if reads_encoder else width
-        widths += [each, lora.rank, each] if lora.selects(f"layers.0.{name}") else [each]
-    # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
-    # depends on it.
-    if job.recipe.compile.mode != "none" and not (has_post_norms(model) or has_norm_after_residual(model)):
-        widths[-1] = 0
+    """Returns the bytes that selective checkpointing keeps of the results of matmuls, in the order of the forward pass."""
+    recipe, model, tensor, lora = job.recipe, job.recipe.model, job.layout.tensor, job.lora
+    element = DTYPE_BYTES[recipe.training.compute_dtype]
+    # Compiled code keeps no result that no gradient depends on: sums of the residual stream, unless a norm reads them, and what
+    # only a collective reads, whose result is kept.
+    unread: set[str] = set()
+    if recipe.compile.mode != "none":
+        if not (has_post_norms(model) or has_norm_after_residual(model)):
+            unread |= {"feed_forward.w2", "feed_forward.shared.w2"}
+        if tensor > 1:
+            unread |= set(model.rowwise_matrices)
+        if job.layout.context > 1:
+            unread |= {"attention.wv", "attention.wkv_b"}
+    parts: dict[str, list[float]] = {}
+    exchanged = isinstance(model, MoeConfig) and model.has_experts(index) and job.layout.expert > 1
+    for name, (width, _) in ordered_matrices(model, index, tensor).items():
+        size = element * (job.tokens / job.decoder_tokens if name in CROSS_MATRICES else 1.0)
+        products = [size * width * (name not in unread)]
         if lora.selects(f"layers.0.{name}"):
-            widths[-3] = 0
-    return DTYPE_BYTES[job.recipe.training.compute_dtype] * sum(widths[::2])
+            products = [*products, size * lora.rank, *products]  # the result, and the one that is added to it
+        parts.setdefault(name.rpartition(".")[0] if exchanged else "", []).extend(products)
+    if isinstance(model, MoeConfig) and model.has_experts(index):
+        router, *experts = routed_products(job, model)
+        if exchanged:  # the experts' results are received, and kept
+            return sum(sum(each[::2]) for each in (*parts.values(), [router], experts[1:]))
+        parts[""] += [router, *experts]
+    return sum(sum(each[::2]) for each in parts.values())

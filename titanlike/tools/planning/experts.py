@@ -25,7 +25,7 @@ class RoutedActivations:
     """Bytes for each token of a micro-batch, as in `activations.BlockActivations`."""
 
     kept: float  # without activation checkpointing
-    selective: float  # with selective activation checkpointing
+    selective: float  # with selective activation checkpointing, beside the results of matmuls
     forward: float
     early: float
     backward: float  # relative to what is kept, of which a part is freed
@@ -41,17 +41,26 @@ def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     ffn = element * number * model.ffn_dim / layout.tensor
     # Scores in float32, indices and permutations in int64, and the weights of a token's experts.
     router = 4 * model.num_experts + number * (8 + 4 + element + 8 * (4 if exchanged else 2))
-    # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read. A
-    # gate with bounds keeps no result of its function.
-    kept = 2 * rows + (3 if compiled or model.swiglu_limit else 4) * ffn + router
-    # The router and w3, and what all-to-alls return.
-    selective = 4 * model.num_experts + ffn + (2 * rows if exchanged else 0)
+    router += 8 * number * model.expert_biases * (not exchanged)  # the expert of each row
+    # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read.
+    # Compiled code computes SiLU again. A gate with bounds keeps no result of its function, but compiled code does.
+    kept = 2 * rows + (4 if compiled == bool(model.swiglu_limit) else 3) * ffn + router
+    # What all-to-alls return, and what the router passes on: indices, and the weights of a token's experts.
+    selective = 2 * rows + number * (8 + element) if exchanged else 0.0
     held = 2 * rows if exchanged else 0.0  # by functions that wait for the experts: what is sent, and what is received
     computing = (2 * rows if exchanged else rows) if mode == "none" else max(rows + 3 * ffn, 2 * rows + ffn)
     # At first, all that is kept and the gradients of the results, or what the experts allocate while they are recomputed.
     early = rows * (2 if mode == "none" or not exchanged else 4 if mode == "selective" else 3)
     # At last, two input gradients and their sum instead of the results and of what w1, SiLU and w3 have returned.
     return RoutedActivations(kept, selective, held + computing, max(early, 2 * ffn), 2 * rows - 4 * ffn)
+
+
+def routed_products(job: Job, model: MoeConfig) -> list[float]:
+    """Returns the bytes for each token of the results of the router, in float32, and of w1, w3 and w2, in the order of the forward
+    pass."""
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype] * model.experts_per_token
+    ffn = element * model.ffn_dim / job.layout.tensor
+    return [4.0 * model.num_experts, ffn, ffn, element * model.dim]
 
 
 def largest_load(job: Job, variation: float, padded: bool) -> float:

@@ -254,12 +254,9 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     first_gradients = 1.0 if job.num_microbatches > 1 and not unreduced else 0.0
     # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
     casts, kept_casts = weight_copies(job, min(max(blocks), job.recipe.model.num_layers - 1))
-
-    def kind(index: int) -> int:  # blocks of other models are planned as their last one
-        return job.recipe.model.kind_of_block(index) if job.recipe.model.is_encoder_decoder else -1
-
+    kind = job.recipe.model.kind_of_block
     passes = {
-        first: (block_activations(job, first), job.tokens_of(first)) for first in {kind(i) for i in range(num_blocks)}
+        first: (block_activations(job, first), job.tokens_of(first)) for first, _ in job.recipe.model.kinds_of_blocks()
     }
     stacks = [found.saved * tokens + kept_casts for found, tokens in (passes[kind(i)] for i in range(num_blocks))]
     shared = _read_by_all_blocks(job)
@@ -377,9 +374,13 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
     """Returns the moments of a pipeline rank's actions: activations of several micro-batches are in flight."""
     from titanlike.tools.planning.schedules import actions
 
-    act, n = sizes.activations, sizes.tokens
+    act, n, model = sizes.activations, sizes.tokens, job.recipe.model
     stages = job.stages(rank)
     blocks = {stage: job.split[stage] for stage in stages}
+    saved_by = {first: block_activations(job, first).saved * n for first, _ in model.kinds_of_blocks()}
+    saved_of = {
+        stage: [saved_by[model.kind_of_block(index)] for index in blocks_of(stage, job.split)] for stage in stages
+    }
     last = len(job.split) - 1
     full_block = sizes.full_block
     # With several stages per rank, torch's schedules keep the weights of three of them.
@@ -390,14 +391,14 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
     unreduced = full_weights * sizes.trained * (sizes.reduced if job.uses_fsdp() else 0.0)
     hidden = act.hidden * n
     buffers = job.num_microbatches * receive_buffers(job, rank)
-    stack = {stage: blocks[stage] * act.saved * n + hidden for stage in stages}
+    stack = {stage: sum(saved_of[stage]) + hidden for stage in stages}
     if last in stages:
         stack[last] += sizes.loss_kept + hidden
     saved = 0.0
     if job.recipe.activation_checkpoint.offload:  # of all blocks but the last one of the rank
         saved = RESIDENT_BLOCKS * act.saved * n
         for stage in stages:
-            stack[stage] -= (blocks[stage] - (stage == max(stages))) * act.saved * n
+            stack[stage] -= sum(saved_of[stage][: -1 if stage == max(stages) else None])
     moments = []
     usages: dict[tuple[str, int, float], Usage] = {}  # a full pipeline repeats the same few
     for action in actions(job)[rank]:
