@@ -102,8 +102,8 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
         # after the backward pass of the feed-forward, which is the larger moment.
         selective += (keys + values) * layout.context
         recomputed = (keys + values) * layout.context if mode == "selective" and not compiled else 0.0
-    if tensor > 1:
-        selective += gathered + (stream if compiled else 2 * stream)
+    if tensor > 1:  # compiled code keeps no sum of the residual stream that no norm reads
+        selective += gathered + (stream if compiled and not _norm_reads_sums(model) else 2 * stream)
     forward = 4 * ffn if mode != "none" or job.forward_only else 4 * stream
     backward, early = 2 * ffn, 0.0
     if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
@@ -122,7 +122,7 @@ def block_activations(job: Job, index: int = -1) -> BlockActivations:
             # Attention, the second norm, and the router and experts are recomputed one by one, from what each reads: `gathered`
             # inputs count above. With these, compiled code does not keep what they are gathered from.
             selective += (3 if tensor == 1 else 1 if compiled else 2) * stream
-        if tensor > 1 and model.num_shared_experts:
+        if tensor > 1 and model.num_shared_experts and not compiled:
             selective += stream  # the shared experts' own reduce-scatter
         forward = max(forward, routed.forward)
         backward = max(backward, routed.backward) if model.num_shared_experts else routed.backward
@@ -185,6 +185,11 @@ def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[
     return {name: matrices[name] for name in names}
 
 
+def _norm_reads_sums(model: TransformerConfig) -> bool:
+    """Whether a norm follows what attention and feed-forward return, or the sum of it and their input."""
+    return has_post_norms(model) or has_norm_after_residual(model)
+
+
 def _every_second_product(job: Job, index: int) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of matmuls, in the order of the forward pass."""
     recipe, model, tensor, lora = job.recipe, job.recipe.model, job.layout.tensor, job.lora
@@ -193,7 +198,7 @@ def _every_second_product(job: Job, index: int) -> float:
     # only a collective reads, whose result is kept.
     unread: set[str] = set()
     if recipe.compile.mode != "none":
-        if not (has_post_norms(model) or has_norm_after_residual(model)):
+        if not _norm_reads_sums(model):
             unread |= {"feed_forward.w2", "feed_forward.shared.w2"}
         if tensor > 1:
             unread |= set(model.rowwise_matrices)
