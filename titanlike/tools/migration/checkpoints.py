@@ -260,6 +260,10 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
     if weights.adapted_layers:
         raise UserError(f"{weights.path} has LoRA adapters; export a Hugging Face folder, which has them merged")
     parts = torchtitan_parts(weights.config, ())
+    places = [*parts.items()]
+    if weights.config.tied_head:  # torchtitan loads the LM head by its own name
+        embedding = "tok_embeddings.weight"
+        places.append((embedding, replace(parts[embedding], key="output.weight")))
     reader, entries = loader.open_checkpoint(Path(weights.path))
     state: dict[str, Any] = {}
     sources: dict[str, tuple[str, Part]] = {}
@@ -268,7 +272,7 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
         target[key] = torch.empty(entries[name].global_shape, dtype=entries[name].dtype, device="meta")
         sources[full_key] = name, part
 
-    for parameter, part in parts.items():
+    for parameter, part in places:
         add(state, part.key, part.key, f"model.{parameter}", part)
     note = ""
     if missing := [p for p in parts for kind in (*MOMENTS, "step") if f"optimizer.{p}.{kind}" not in entries]:
@@ -279,7 +283,7 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
         options, schedule = _torchtitan_options(section, recipe, step)
         if len({_weight_decay(section, parameter, len(part.shape) > 1) for parameter, part in parts.items()}) > 1:
             note = f"; torchtitan has one weight decay for all parameters, also norms: {section.weight_decay}"
-        for parameter, part in parts.items():
+        for parameter, part in places:
             for kind in (*MOMENTS, "step"):
                 key = f"state.{part.key}.{kind}"
                 place = part if kind in MOMENTS else Part(key, ())
@@ -287,8 +291,6 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
             optimizer |= {f"param_groups.{part.key}.{option}": value for option, value in options.items()}
         state |= {"optimizer": optimizer, "lr_scheduler": schedule}
     state["train_state"] = {"step": step, "ntokens_seen": weights.metadata.tokens}
-    if weights.config.tied_head:
-        _tie(state, sources)
 
     def read(key: str) -> Tensor:
         name, part = sources[key]
@@ -303,16 +305,6 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
     with whole_folder(folder) as partial_folder:
         write_dcp(partial_folder, state, read)
     return f"{folder}: {weights.config.label()} of step {step:,} for torchtitan, from {weights.path}{note}"
-
-
-def _tie(state: dict[str, Any], sources: dict[str, tuple[str, Part]]) -> None:
-    """Adds the LM head that is tied to the embedding: torchtitan loads it by its own name."""
-    for values, prefix in ((state, ""), (state.get("optimizer", {}), "optimizer.")):
-        for key in [key for key in values if "tok_embeddings.weight" in key and not key.startswith("optimizer")]:
-            copy = key.replace("tok_embeddings", "output")
-            values[copy] = values[key]
-            if prefix + key in sources:
-                sources[prefix + copy] = sources[prefix + key]
 
 
 def _weight_decay(section: Optimizer, name: str, is_matrix: bool) -> float:
