@@ -38,9 +38,14 @@ class Key(NamedTuple):
     least: int = 0
     """The smallest valid number. A default of -1, which stands for something else, is valid too."""
 
+    @property
+    def valid_types(self) -> tuple[type, ...]:
+        """The types of valid values. Empty if any is valid."""
+        return self.types or ((type(self.default),) if self.default is not None else ())
+
     def accepts(self, value: Any) -> bool:
         """Whether a value has the type of this key."""
-        types = self.types or ((type(self.default),) if self.default is not None else ())
+        types = self.valid_types
         if isinstance(value, bool):
             return not types or bool in types
         return not types or isinstance(value, (*types, int) if float in types else types)
@@ -98,8 +103,7 @@ class Conversion:
             return known.default
         value, name = self.given[key], f"{self.source}: {shown(key)} = {show_value(self.given[key])}"
         if not known.accepts(value):
-            types = known.types or (type(known.default),)
-            raise UserError(f"{name} must be of type {' or '.join(one.__name__ for one in types)}")
+            raise UserError(f"{name} must be of type {' or '.join(one.__name__ for one in known.valid_types)}")
         is_number = isinstance(value, int | float) and value != known.default
         if is_number and not known.least <= value <= MAX_VALUE:
             raise UserError(f"{name} must be a number from {known.least} to {MAX_VALUE:,}")

@@ -92,7 +92,7 @@ def _options(name: str, words: list[str], unset: list[str]) -> dict[str, Any]:
 
 def _typed(name: str, key: str, values: list[str], unset: list[str]) -> Any:
     known, text = KEYS.get(key), " ".join(values)
-    types = known.types or ((type(known.default),) if known.default is not None else ()) if known else ()
+    types = known.valid_types if known else ()
     if list in types:
         return values
     if not types:
@@ -176,16 +176,12 @@ def _data(job: Conversion) -> None:
 
 def _layout(job: Conversion, num_layers: int, where: str) -> int:
     """Returns the number of data-parallel ranks, 0 if it is not known."""
-    tensor, pipeline, context, expert = (
-        job[f"--{name}-parallel-size"] for name in ("tensor-model", "pipeline-model", "context", "expert-model")
-    )
-    for name, ours in (
-        ("tensor-model", "tensor"),
-        ("pipeline-model", "pipeline"),
-        ("context", "context"),
-        ("expert-model", "expert"),
-    ):
-        job.set(f"parallelism.{ours}", job[f"--{name}-parallel-size"], f"--{name}-parallel-size")
+    sizes = []
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
+        key = f"--{name}-parallel-size"
+        sizes.append(job[key])
+        job.set(f"parallelism.{name.removesuffix('-model')}", job[key], key)
+    tensor, pipeline, context, expert = sizes
     others, data_ranks = tensor * pipeline * context, 0
     if job.num_gpus:
         data_ranks, rest = divmod(job.num_gpus, others)

@@ -75,7 +75,11 @@ def model_section(job: Conversion) -> TransformerConfig:
     if job["--init-method-std"] != INITIAL_STD:
         job.leave("--init-method-std", f"initial weights have a standard deviation of {INITIAL_STD} here")
     config = job.checked(config_class(name), fields)
-    _norm_epsilon(job, config)
+    epsilon = job["--norm-epsilon"]
+    if config.has_field("norm_eps"):
+        job.set("model.norm_eps", epsilon, "--norm-epsilon")
+    elif epsilon != config.norm_eps:
+        job.lack("--norm-epsilon", f"{config.norm_eps:g} in {config.name}")
     return config
 
 
@@ -221,12 +225,3 @@ def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
             "it is here"
         )
     put("num_shared_experts", shared // width, "--moe-shared-expert-intermediate-size")
-
-
-def _norm_epsilon(job: Conversion, config: TransformerConfig) -> None:
-    epsilon, key = job["--norm-epsilon"], "--norm-epsilon"
-    if config.has_field("norm_eps"):
-        job.set("model.norm_eps", epsilon, key)
-        return
-    if epsilon != config.norm_eps:
-        job.lack(key, f"{config.norm_eps:g} in {config.name}")
