@@ -1,7 +1,8 @@
 """Runs the subjects of `benchmarks/run.py` one after another on the null GPU, and compares what a step does.
 
     python -m benchmarks.side_by_side --out benchmarks/results/null_gpu_side_by_side.json \\
-        --python torchtitan=PYTHON --python litgpt=PYTHON --python hf=PYTHON --path nanochat=FOLDER --path nanogpt=FOLDER
+        --python torchtitan=PYTHON --python torchtitan_0_2=PYTHON --python litgpt=PYTHON --python hf=PYTHON \\
+        --path nanochat=FOLDER --path nanogpt=FOLDER
 
 The rows are those that the file does not have yet; `--again` repeats them. The environments of peers need the PyTorch of this one.
 Prints the file as tables in Markdown.
@@ -25,7 +26,11 @@ from benchmarks.run import Subject, add_peers, options_of_rows, take_turns
 from titanlike.tools.null_gpu import record
 
 WARMUP, STEPS = 4, 10  # the compiler is done, and a log line of every tenth step is in the measured ones
-LLAMA = ("plain", "titanlike", "torchtitan", "litgpt", "hf", "nanochat")
+# torchtitan 0.3.0 captures forward and backward passes in CUDA graphs, in which the single launches are not counted.
+WITHOUT_GRAPHS = "torchtitan, no CUDA graphs"
+OPTIONS = {WITHOUT_GRAPHS: {"training.disable_cuda_graphs": "true"}}
+TORCHTITAN = ("torchtitan", WITHOUT_GRAPHS, "torchtitan_0_2")
+LLAMA = ("plain", "titanlike", *TORCHTITAN, "litgpt", "hf", "nanochat")
 
 
 class Case(NamedTuple):
@@ -42,8 +47,8 @@ CASES = {
     "1b": Case("llama3_1b", "bfloat16", 4, LLAMA),
     "1b-single": Case("llama3_1b", "bfloat16", 1, LLAMA),
     "8b": Case("llama3_8b_8layers", "bfloat16", 2, LLAMA),
-    "1b-float8": Case("llama3_1b", "float8", 4, ("titanlike", "torchtitan", "nanochat")),
-    "8b-float8": Case("llama3_8b_8layers", "float8", 2, ("titanlike", "torchtitan", "nanochat")),
+    "1b-float8": Case("llama3_1b", "float8", 4, ("titanlike", *TORCHTITAN, "nanochat")),
+    "8b-float8": Case("llama3_8b_8layers", "float8", 2, ("titanlike", *TORCHTITAN, "nanochat")),
 }
 
 
@@ -146,7 +151,9 @@ def main() -> None:
     """Measures the rows that are missing, and prints the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--case", default=",".join(CASES))
-    parser.add_argument("--subject", default=",".join(sorted({s for case in CASES.values() for s in case.subjects})))
+    parser.add_argument(
+        "--subject", default=",".join(sorted({s.partition(",")[0] for c in CASES.values() for s in c.subjects}))
+    )
     parser.add_argument("--again", action="store_true", help="also measure the rows that the file has")
     add_peers(parser)
     options = parser.parse_args()
@@ -158,9 +165,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             task = task_of(CASES[name], Path(folder))
             for subject in CASES[name].subjects:
-                if subject not in options.subject.split(",") or (subject in rows and not options.again):
+                program = subject.partition(",")[0]
+                if program not in options.subject.split(",") or (subject in rows and not options.again):
                     continue
-                one = replace(task, subject=subject, options=changes.get(f"{subject}.best", {}))
+                own = OPTIONS.get(subject, {}) | changes.get(f"{program}.best", {})
+                one = replace(task, subject=program, options=own)
                 print(name, end=" ", flush=True, file=sys.stderr)
                 rows[subject] = measure(one, Path(folder, subject), options)
                 write(options.out, result)

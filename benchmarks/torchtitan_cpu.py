@@ -1,4 +1,4 @@
-"""Lets torchtitan 0.2.2 train on a CPU. To be imported before it."""
+"""Lets torchtitan train on a CPU. To be imported before it."""
 
 import sys
 from types import ModuleType
@@ -8,7 +8,7 @@ import torch
 
 # It detects the accelerator at import, and assumes CUDA if there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
-# It always imports its mixture-of-experts kernels and with them triton, which CPU builds of torch lack.
+# 0.2.2 always imports its mixture-of-experts kernels and with them triton, which CPU builds of torch lack.
 kernels = ModuleType("torchtitan.models.moe.kernels")
 kernels.generate_permute_indices = None  # type: ignore[attr-defined]
 sys.modules[kernels.__name__] = kernels

@@ -1,17 +1,18 @@
-"""torchtitan 0.2.2: its Trainer and its Llama 3, on the task's batches.
+"""torchtitan 0.3.0: its Trainer and its Llama 3, on the task's batches.
 
-    row "shipped"   its defaults: not compiled, activation checkpointing of every second block, fused AdamW
-    row "best"      torch.compile for each block and the loss, no activation checkpointing, pinned batches
+    row "shipped"   its defaults: CUDA graphs, FlexAttention with masks of documents, the loss in 8 chunks, not compiled, selective
+                    activation checkpointing
+    row "best"      torch.compile for each block and the loss, causal scaled dot product attention, no activation checkpointing
 
-One process shards nothing, and uses autocast for bfloat16. Difference from its defaults: norms have no weight decay, so that
-losses match. float8 is tensorwise, and compiled in both rows, as its documentation recommends. `options` are its own keys:
-`activation_checkpoint.mode=selective`.
+One process has FSDP2, as always. Differences from its defaults: norms have no weight decay, so that losses match, and "best"
+replaces FlexAttention, which its registry requires, in the config. float8 is rowwise, and compiled in both rows, as its
+documentation recommends. On a CPU there are no CUDA graphs, and "shipped" has the attention of "best". `options` are its own keys: `training.disable_cuda_graphs=true`.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -22,18 +23,21 @@ from torch import Tensor
 
 from benchmarks.protocol import Clock, Task
 
-if Task.read().device == "cpu":
+TASK = Task.read()
+if TASK.device == "cpu":
     from benchmarks.torchtitan_cpu import NoMonitor
 
 from torchtitan.components import metrics
-from torchtitan.config import JobConfig
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.config import CompileConfig, Configurable, TrainingConfig
 from torchtitan.models import llama3
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import init_logger
-from torchtitan.train import Trainer
-
-TASK = Task.read()
+from torchtitan.trainer import Trainer
 
 
 class Monitor(metrics.DeviceMemoryMonitor):
@@ -43,81 +47,157 @@ class Monitor(metrics.DeviceMemoryMonitor):
         pass
 
 
-class Model(llama3.Transformer):
+class Model(llama3.Llama3Model):
     """torchtitan's Llama 3, initialized with the task's weights."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(llama3.Llama3Model.Config):
+        pass
+
     @torch.no_grad()
-    def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        super().init_weights(buffer_device)
-        if TASK.model["tied_head"]:  # its Llama 3 does not support this; its Qwen ties them at this place
-            self.output.weight = self.tok_embeddings.weight
+    def init_weights(self, **options: Any) -> None:
+        super().init_weights(**options)
         for name, parameter in self.named_parameters():
             # Wrappers of compiled and checkpointed blocks change parameter names.
             name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            parameter.copy_(interleave(name, TASK.weights[name]))
+            parameter.to_local().copy_(weight_of(name))  # one process has all of it
 
 
-def interleave(name: str, weight: Tensor) -> Tensor:
+def weight_of(name: str) -> Tensor:
+    """Returns the task's weight for a parameter of torchtitan: query, key and value are one, by key's heads."""
+    if "wqkv" in name:
+        query, key, value = (
+            interleave(TASK.weights[name.replace("qkv_linear.wqkv", part)], part) for part in ("wq", "wk", "wv")
+        )
+        heads = (TASK.model["num_kv_heads"], -1)
+        return torch.cat([each.unflatten(0, heads) for each in (query, key, value)], dim=1).flatten(0, 1)
+    return TASK.weights[name.replace("lm_head.", "output.")]
+
+
+def interleave(weight: Tensor, part: str) -> Tensor:
     """Permutes query and key rows from rotate-half RoPE to torchtitan's interleaved RoPE."""
-    if not name.endswith(("wq.weight", "wk.weight")):
+    if part == "wv":
         return weight
     head_dim = TASK.model["dim"] // TASK.model["num_heads"]
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def batches(pin_memory: bool) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Yields the task's micro-batches on the host; torchtitan's step copies them to the device."""
-    task = replace(TASK, device="cpu")
-    for step in count(1):
-        for pair in task.batch(step):
-            tokens, labels = (tensor.pin_memory() for tensor in pair) if pin_memory else pair
-            yield {"input": tokens}, labels
+class NoTokenizer(Configurable):
+    """The task has token ids."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        pass
 
 
-def build_optimizers(*arguments: Any, **options: Any) -> Any:
-    """Builds torchtitan's optimizer, with norms in a parameter group without weight decay."""
-    container = llama3.build_optimizers(*arguments, **options)
-    for optimizer in container:
-        (group,) = optimizer.param_groups
-        norms = [parameter for parameter in group["params"] if parameter.dim() < 2]
-        group["params"] = [parameter for parameter in group["params"] if parameter.dim() >= 2]
-        optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
-    return container
+class Batches(Configurable):
+    """The task's micro-batches on the host. Each sequence is one document."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        with_positions: bool  # FlexAttention makes its masks of them
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        self.with_positions = config.with_positions
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        task = replace(TASK, device="cpu")
+        positions = torch.arange(task.seq_len).expand(task.micro_batch_size, -1)
+        for step in count(1):
+            for tokens, labels in task.batch(step):
+                yield {"input": tokens} | ({"positions": positions} if self.with_positions else {}), labels
 
 
-def config_of(task: Task) -> JobConfig:
-    """Returns the task as torchtitan's job config."""
-    config, best, float8 = JobConfig(), task.row == "best", task.precision == "float8"
-    folder = str(Path(task.result_file).parent)
-    keys: dict[str, Any] = {
-        "job.dump_folder": folder, "model.name": "task", "model.flavor": "task",
-        "optimizer.lr": task.lr, "optimizer.beta1": task.beta1, "optimizer.beta2": task.beta2,
-        "optimizer.eps": task.eps, "optimizer.weight_decay": task.weight_decay,
-        "lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0,
-        "training.steps": task.warmup + task.steps + 1, "training.seq_len": task.seq_len,
-        "training.local_batch_size": task.micro_batch_size, "training.global_batch_size": task.batch_size,
-        "training.max_norm": task.max_norm,
-        "training.mixed_precision_param": "float32" if task.precision == "float32" else "bfloat16",
-        "compile.enable": best or float8,
-    }  # fmt: skip
+def has_masks(task: Task) -> bool:
+    """Returns whether attention is FlexAttention, as its registry requires."""
+    return task.row == "shipped" and task.device == "cuda"
+
+
+def model_config(task: Task) -> llama3.Llama3Model.Config:
+    """Returns the task's model, built as `torchtitan.models.llama3` builds its own."""
+    model = task.model
+    dim, heads = model["dim"], model["num_heads"]
+    rope = ComplexRoPE.Config(
+        dim=dim // heads, max_seq_len=model["max_seq_len"], theta=model["rope_theta"], scaling="llama",
+        scaling_factor=model["rope_scaling"], original_max_position_embeddings=model["rope_original_seq_len"],
+    )  # fmt: skip
+    layers = llama3._build_llama3_layers(
+        n_layers=model["num_layers"], dim=dim, n_heads=heads, n_kv_heads=model["num_kv_heads"], hidden_dim=model["ffn_dim"],
+        rope=rope, attn_backend="flex",
+    )  # fmt: skip
+    embedding = llama3._EMBEDDING_SKIP_INIT if model["tied_head"] else llama3._EMBEDDING_INIT
+    config = Model.Config(
+        dim=dim, vocab_size=model["vocab_size"], enable_weight_tying=model["tied_head"], layers=layers,
+        tok_embeddings=Embedding.Config(num_embeddings=model["vocab_size"], embedding_dim=dim, param_init=embedding),
+        norm=RMSNorm.Config(normalized_shape=dim, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=model["vocab_size"], param_init=llama3._output_linear_init(dim)
+        ),
+    )  # fmt: skip
+    for _, norm, _, _ in config.traverse(RMSNorm.Config):
+        norm.eps = model["norm_eps"]
+    if not has_masks(task):
+        for layer in config.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    if task.precision == "float8":
+        # With torchao 0.18, "auto_filter_small_kn" converts no layer.
+        converter = Float8LinearConverter.Config(filter_fqns=["lm_head"], model_compile_enabled=True)
+        config = converter.build().convert(config)
+    return config
+
+
+def config_of(task: Task) -> Trainer.Config:
+    """Returns the task as torchtitan's config."""
+    best, float8 = task.row == "best", task.precision == "float8"
+    adamw = {"lr": task.lr, "betas": (task.beta1, task.beta2), "eps": task.eps}
+    groups = [(r"norm", 0.0), (r".*", task.weight_decay)]
+    spec = ModelSpec(
+        name="task", flavor="task", model=model_config(task), parallelize_fn=llama3.parallelize_llama, pipelining_fn=None,
+        post_optimizer_build_fn=None, state_dict_adapter=None,
+    )  # fmt: skip
+    config = Trainer.Config(
+        model_spec=spec,
+        dump_folder=str(Path(task.result_file).parent),
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=task.model["vocab_size"])),
+        optimizer=OptimizersContainer.Config(
+            param_groups=[
+                ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=adamw | {"weight_decay": decay})
+                for pattern, decay in groups
+            ]
+        ),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=Batches.Config(with_positions=has_masks(task)),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
+        training=TrainingConfig(
+            steps=task.warmup + task.steps + 1, seq_len=task.seq_len, max_norm=task.max_norm,
+            local_batch_size=task.micro_batch_size, global_batch_size=task.batch_size,
+            mixed_precision_param="float32" if task.precision == "float32" else "bfloat16",
+            disable_cuda_graphs=task.device == "cpu",
+        ),
+        compile=CompileConfig(enable=best or float8),
+    )  # fmt: skip
     if best:
-        keys |= {"activation_checkpoint.mode": "none", "training.dataloader.pin_memory": task.device == "cuda"}
-    if float8:
-        skipped = ["output", "auto_filter_small_kn"] if best else ["output"]
-        keys |= {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": skipped}
-    for key, value in (keys | task.options).items():
+        config.activation_checkpoint = None
+    for key, value in task.options.items():
         section, _, name = key.rpartition(".")
-        text = isinstance(value, str) and not isinstance(getattr(attrgetter(section)(config), name), str)
+        text = not isinstance(getattr(attrgetter(section)(config), name), str)
         setattr(attrgetter(section)(config), name, json.loads(value) if text else value)
     return config
 
 
 def main() -> None:
     """Trains until the clock ends the process."""
-    task, model = TASK, TASK.model
+    task = TASK
     clock = Clock(task, ("torchtitan", "torchao"))
 
     class TimedTrainer(Trainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            pass
+
         def train_step(self, data_iterator: Any) -> None:
             self.losses: list[Tensor] = []
             super().train_step(data_iterator)
@@ -125,30 +205,14 @@ def main() -> None:
 
         def forward_backward_step(self, **inputs: Any) -> Tensor:
             loss = super().forward_backward_step(**inputs)  # the micro-batch's share of the step's mean
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().clone())  # the next replay of a graph overwrites it
             return loss
 
-    metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(task.device)
-    config = config_of(task)
-    model_args = llama3.TransformerModelArgs(
-        dim=model["dim"], n_layers=model["num_layers"], n_heads=model["num_heads"], n_kv_heads=model["num_kv_heads"],
-        vocab_size=model["vocab_size"], norm_eps=model["norm_eps"], rope_theta=model["rope_theta"],
-        # torchtitan computes ffn_dim as 2/3 * 4 * dim * multiplier, rounded up to a multiple.
-        ffn_dim_multiplier=model["ffn_dim"] / (4 * model["dim"]), multiple_of=model["ffn_dim"],
-        rope_scaling_args=RoPEScalingArgs(
-            scaling_factor=model["rope_scaling"], original_max_position_embeddings=model["rope_original_seq_len"]
-        ),
-    )  # fmt: skip
-    spec = replace(
-        llama3.get_train_spec(), model_cls=Model, model_args={"task": model_args}, build_tokenizer_fn=None,
-        build_dataloader_fn=lambda job_config, **_: batches(job_config.training.dataloader.pin_memory),
-        build_optimizers_fn=build_optimizers, state_dict_adapter=None,
-    )  # fmt: skip
-    register_train_spec("task", spec)
+    metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(f"{task.device}:0")
     # The variables of torchrun. Port 0 selects a free port: other subjects run at the same time.
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     init_logger()
-    TimedTrainer(config).train()
+    TimedTrainer(config_of(task)).train()
 
 
 if __name__ == "__main__":
