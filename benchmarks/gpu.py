@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 
-# torchtitan 0.3.0 needs torch 2.14 or later, which the measured GPU did not have.
+# With torch 2.11, as on the measured GPU, torchtitan 0.3.0 cannot be imported.
 PEERS = "plain,titanlike,torchtitan_0_2,litgpt,nanochat"
 TINY = "cpu_tiny"  # the model of a rehearsal
 

@@ -6,7 +6,8 @@
 
 One process has FSDP2, as always. Differences from its defaults: norms have no weight decay, so that losses match, and "best"
 replaces FlexAttention, which its registry requires, in the config. float8 is rowwise, and compiled in both rows, as its
-documentation recommends. On a CPU there are no CUDA graphs, and "shipped" has the attention of "best". `options` are its own keys: `training.disable_cuda_graphs=true`.
+documentation recommends. On a CPU there are no CUDA graphs, and "shipped" has the attention of "best".
+`options` are its own keys: `training.disable_cuda_graphs=true`.
 """
 
 import json
