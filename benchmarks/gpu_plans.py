@@ -26,7 +26,10 @@ from titanlike.tools.planning.program import load_program
 from titanlike.tools.programs import load_known
 
 FOLDER = Path(__file__).parent / "results/gpu"
-SUBJECTS = ("titanlike", "torchtitan")  # which the planner knows
+PROGRAMS = {
+    "titanlike": (),
+    "torchtitan_0_2": ("torchtitan",),
+}  # the planner's program file of a subject, where it has one
 
 
 class Compared(NamedTuple):
@@ -56,7 +59,7 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
         model, arguments = MODELS[result["model"]], parse_arguments(shlex.split(result["command"])[3:])
         for row, measured in result["rows"].items():
             subject, _, kind = row.partition(".")
-            if subject not in SUBJECTS or "failed" in measured:
+            if subject not in PROGRAMS or "failed" in measured:
                 continue
             task = model.task(
                 micro_batch=arguments.micro_batch, subject=subject, row=kind, device="cuda", precision=result["precision"],
@@ -66,7 +69,7 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
                 recipe = load_known(
                     Path(file.name), {key: str(value) for key, value in titanlike.keys_of(task, "").items()}
                 )
-            job = Job(recipe, 1, load_program(subject)) if subject != "titanlike" else Job(recipe, 1)
+            job = Job(recipe, 1, *map(load_program, PROGRAMS[subject]))
             name = f"{result['model']}, {result['precision']}, {row}"
             name += "".join(f", {key} = {value}" for key, value in task.options.items())
             yield Compared(name, measured, make_plan(job, load_hardware(file_of_device(measured["device"]))))

@@ -53,6 +53,7 @@ def invocations(folder: Path) -> dict[str, list[str]]:
         "launch slurm": [DEBUG, "--dry-run", "--gpus-per-node=1"],
         "launch kubernetes": [DEBUG, "--dry-run", "--gpus-per-node=1", "--image=image", "--claim=claim"],
         "launch skypilot": [DEBUG, "--dry-run", "--gpus-per-node=1", "--checkpoint.dir=s3://bucket/runs"],
+        "launch sagemaker": [DEBUG, "--dry-run"],
         "launch docker": [DEBUG, "--dry-run", "--gpus-per-node=1"],
         "profile": [run],
         "compare": [run],

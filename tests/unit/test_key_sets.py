@@ -65,7 +65,7 @@ checkpoint             refused  initial
 validation             exact    interval batches
 evaluation             exact    interval tasks data limit
 sample                 exact    tokens interval prompt temperature
-metrics                exact    interval trackers project tensorboard_dir prometheus layer_interval
+metrics                exact    interval trackers project tensorboard_dir prometheus hardware layer_interval
 profiling              exact    steps num_steps ranks memory
 mlm                    refused  mask_probability mask_token
 seq2seq                refused  noise_density mean_noise_span_length target_len source_prefix
@@ -268,7 +268,7 @@ def test_the_fingerprint_of_token_shards_is_that_of_what_they_hold() -> None:
 
 
 def test_each_option_that_is_no_key_needs_a_value() -> None:
-    for name in ("recipe", "program", "check", "preflight", "hardware"):
+    for name in ("recipe", "program", "check", "preflight"):
         with pytest.raises(UserError, match=f"--{name} needs a value"):
             Arguments([f"--{name}"])
     assert Arguments(["--another"]).overrides == {"another": ""}  # reported as unknown
