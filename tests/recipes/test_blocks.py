@@ -259,7 +259,7 @@ SYSTEM = [
 ]
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
-    "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
+    "peers/bin/pip": pip, "new/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
     "srun": srun,
     **dict.fromkeys(SYSTEM, any_words),
 }  # fmt: skip
