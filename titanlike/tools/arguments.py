@@ -27,9 +27,9 @@ def _at_least(minimum: int, text: str) -> int:
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that read a shell script, which they run with bash."""
-    text = "a variable of the environment of a script; may be repeated"
+    text = "variable of the environment of a script"
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "read a script by running it even if this machine's kernel cannot keep it from writing files (Landlock)"
+    text = "run a script even if this machine's kernel cannot keep it from writing files (Landlock)"
     parser.add_argument("--trust", action="store_true", help=text)
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from titanlike.tools.comparison.runs import ComparedRun
 
 DESCRIPTION = """\
-Compares runs: progress, losses, throughput with the ratio to the first run, memory, and the keys of their recipes that differ.
-RUN is the directory of a run, a directory that contains runs, or a metrics file. Without RUN, all runs in runs/ are compared.
+Compares runs in tables, on a page or in a picture. Shows progress, losses, throughput with the ratio to the first run, memory, and
+the keys of their recipes that differ. RUN is the folder of a run, a folder that contains runs, or a metrics file. Without RUN, all
+runs in runs/ are compared.
 
   titanlike compare runs/baseline runs/muon
   titanlike compare runs/baseline runs/muon --html compare.html --png compare.png
@@ -30,7 +31,7 @@ RUN is the directory of a run, a directory that contains runs, or a metrics file
 
 def add(commands: Any) -> None:
     """Adds `compare` to the commands of `titanlike`."""
-    parser = add_command(commands, "compare", "tables, a page and a picture of runs side by side", DESCRIPTION, run)
+    parser = add_command(commands, "compare", DESCRIPTION, run)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs to compare (default: runs/)")
     text = "run of which ratios are relative, listed first (default: the first one)"
     parser.add_argument("--baseline", type=Path, metavar="RUN", help=text)

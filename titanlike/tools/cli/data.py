@@ -30,9 +30,9 @@ INPUT = (
 )
 
 PREPARE = """\
-Tokenizes text into a folder of token shards, which a recipe reads with data.source = "shards". Uses all cores, and memory that does
-not grow with the text. The same command resumes after an interruption. The result is bit-identical, whatever the number of workers
-and interruptions.
+Tokenizes text into token shards. A recipe reads them with data.source = "shards". Uses all cores, and memory that does not grow
+with the text. The same command resumes after an interruption. The result is bit-identical, whatever the number of workers and
+interruptions.
 
   titanlike data prepare corpus.jsonl --out tokens --tokenizer gpt2
   titanlike data prepare 'data/**/*.parquet' --out tokens --tokenizer tokenizer.json --text-field content --validation 0.005
@@ -51,34 +51,32 @@ tokenizer_config.json beside it; otherwise a rank file, which encodes faster. Bo
 
 def add(commands: Any) -> None:
     """Adds `data` and its subcommands to the commands of `titanlike`."""
-    data = commands.add_parser("data", help="prepare token shards, inspect them, or train a tokenizer")
+    data = add_command(commands, "data", "Tokenizes text into shards, trains a tokenizer, or inspects data.")
     subcommands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    make = add_command(subcommands, "prepare", "tokenize text into shards", PREPARE, run)
+    make = add_command(subcommands, "prepare", PREPARE, run)
     make.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT)
-    make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
-    text = (
-        "as in a recipe: bytes, a tiktoken encoding such as gpt2, or a file such as tokenizer.json or tokenizer.model"
-    )
+    make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to create")
+    text = "tokenizer as in a recipe: bytes, a tiktoken encoding such as gpt2, or a file such as tokenizer.json or tokenizer.model"
     make.add_argument("--tokenizer", required=True, metavar="ENCODING", help=text)
-    text = "the special tokens of each document: eos at its end, bos at its start (eos)"
+    text = "the special tokens of each document: eos at its end, bos at its start"
     make.add_argument("--special", choices=["eos", "bos", "both"], default="eos", help=text)
     for role in ("eos", "bos"):
-        text = f"name of the {role.upper()} token (the tokenizer's default)"
+        text = f"name of the {role.upper()} token (default: the tokenizer's)"
         make.add_argument(f"--{role}", default="", metavar="TOKEN", help=text)
     _add_record_options(make)
     text = "field of a prompt, which precedes the text and is excluded from the loss"
     make.add_argument("--prompt-field", default="", metavar="NAME", help=text)
-    text = 'fraction of the documents, such as 0.005, for the split "validation"; a hash of the text selects them (0)'
+    text = 'fraction of the documents, such as 0.005, for the split "validation"; a hash of the text selects them'
     make.add_argument("--validation", type=float, default=0.0, metavar="FRACTION", help=text)
-    make.add_argument("--test", type=float, default=0.0, metavar="FRACTION", help='the same for the split "test" (0)')
-    make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (one per core)")
+    make.add_argument("--test", type=float, default=0.0, metavar="FRACTION", help='the same for the split "test"')
+    make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (default: one per core)")
     _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data_quality.md)"))
-    train = add_command(subcommands, "train-tokenizer", "train a tokenizer", TRAIN, run)
+    train = add_command(subcommands, "train-tokenizer", TRAIN, run)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
-    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    text = "tokens, including special ones (32000)"
+    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    text = "number of tokens, including special ones"
     train.add_argument("--vocab-size", type=positive_int, default=32000, metavar="N", help=text)
-    text = "bytes of text to read at most, from each file in proportion to its size (268435456)"
+    text = "most bytes of text to read, from each file in proportion to its size"
     train.add_argument("--limit-bytes", type=positive_int, default=256 * 2**20, metavar="N", help=text)
     _add_record_options(train)
     data_inspect.add(subcommands)
@@ -96,20 +94,18 @@ def _add_quality_options(group: Any) -> None:
     )
     group.add_argument("--quality", metavar="LIMITS", help=text)
     text = (
-        "count exact copies of an earlier document; also count near copies; remove exact copies; or remove near copies, too "
-        "(count). All but count read the text once more"
+        "count exact copies of an earlier document; also count near copies; remove exact copies; or remove near copies, too. "
+        "All but count read the text once more"
     )
     choices = ["count", "count-near", "remove", "remove-near"]
     group.add_argument("--duplicates", choices=choices, default="count", help=text)
-    text = "remove lines that N or more documents have, and documents that are mostly such lines (0: keep them)"
+    text = "remove lines that N or more documents have, and documents that are mostly such lines (default: 0, which keeps them)"
     group.add_argument("--repeated-lines", type=non_negative_int, default=0, metavar="N", help=text)
 
 
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field of a record that has its text (text)"
-    )
-    text = "stop at a record that cannot be read, or skip and count it (stop)"
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="field of a record that has its text")
+    text = "stop at a record that cannot be read, or skip and count it"
     parser.add_argument("--bad-records", choices=["stop", "skip"], default="stop", help=text)
 
 

@@ -7,12 +7,12 @@ from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.run.start import Arguments, program_of
 from titanlike.tools.arguments import non_negative_int, positive_int
-from titanlike.tools.cli.command import RECIPE_KEYS, add_command
+from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
 from titanlike.tools.programs import SHIPPED, load_known
 
 DESCRIPTION = """\
-Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
-For a folder of token shards: its splits, shards and document lengths, and what was removed from the text, with examples.
+Prints the text that a rank reads in a step, or the contents of token shards. Of text, documents have alternating colors, separators
+are highlighted, and prompts are dim. Of token shards: splits, shards, lengths of documents, and what was removed, with examples.
 
   titanlike data inspect debug --step 3 --rank 1 --ranks 4
   titanlike data inspect gpt2_124m --data.path=data/corpus --validation
@@ -25,23 +25,17 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands,
         "inspect",
-        "print the sequences that a rank reads, or the contents of token shards",
         DESCRIPTION,
         run,
         overrides=RECIPE_KEYS,
     )
+    text = f"recipe, where {OVERRIDE_TEXT}, or folder of token shards"
+    parser.add_argument("path", metavar="RECIPE|FOLDER", help=text)
+    parser.add_argument("--step", type=positive_int, default=1, metavar="N", help="training step, from 1")
+    parser.add_argument("--rank", type=non_negative_int, default=0, metavar="N", help="data-parallel rank, from 0")
+    parser.add_argument("--ranks", type=positive_int, default=1, metavar="N", help="number of data-parallel ranks")
     parser.add_argument(
-        "path", metavar="RECIPE|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
-    )
-    parser.add_argument("--step", type=positive_int, default=1, metavar="N", help="training step, from 1 (default: 1)")
-    parser.add_argument(
-        "--rank", type=non_negative_int, default=0, metavar="N", help="data-parallel rank, from 0 (default: 0)"
-    )
-    parser.add_argument(
-        "--ranks", type=positive_int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences, shards or examples (default: 2)"
+        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences, shards or examples"
     )
     parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
     parser.add_argument("--json", action="store_true", help="token shards: print the manifest and the report as JSON")

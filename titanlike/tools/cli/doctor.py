@@ -14,9 +14,10 @@ from titanlike.tools.doctor.finding import Finding
 from titanlike.utils import system
 
 DESCRIPTION = """\
-Checks Python, packages, torch, GPUs, driver, NCCL, float8, links, disk, shared memory, ports and limits of this machine; RDMA
-devices (InfiniBand, RoCE, EFA) with locked and peer memory; the MTU of fast interfaces; and NCCL's variables. Each line is "ok",
-"warning" with a remedy, or "missing" with the command to install it. Exits with code 1 if a required part is missing.
+Checks what training needs of this machine. Looks at Python, packages, torch, GPUs, driver, NCCL, float8, links, disk, shared
+memory, ports and limits; RDMA devices (InfiniBand, RoCE, EFA) with locked and peer memory; the MTU of fast interfaces; and NCCL's
+variables. Each line is "ok", "warning" with a remedy, or "missing" with the command to install it. Exits with code 1 if a required
+part is missing.
 
 With --network, compares the clocks of all nodes, and measures for up to a minute how fast GPUs communicate within nodes, between
 nodes and all together. Start it on each node with the variables of ./run_train.sh, or with srun."""
@@ -26,7 +27,7 @@ WIDTH = 16  # of the longest subject
 
 def add(commands: Any) -> None:
     """Adds `doctor` to the commands of `titanlike`."""
-    parser = add_command(commands, "doctor", "what this machine lacks for training", DESCRIPTION, run)
+    parser = add_command(commands, "doctor", DESCRIPTION, run)
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     text = "only compare the clocks of the nodes and measure the links between all GPUs, in one process per GPU"
     parser.add_argument("--network", action="store_true", help=text)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from titanlike.interop.weights import Weights
 
 DESCRIPTION = """\
-Evaluates the model of a run, a checkpoint or a Hugging Face folder: loss, perplexity and bits per byte of text or token shards, and
-tasks from local JSON lines files, scored as lm-evaluation-harness does. Starts one process per GPU, or NPROC. FSDP shards the
-weights over them, unless --tensor, --pipeline or --context say otherwise. The layout does not change the result.
+Evaluates a model on text and on tasks. Prints loss, perplexity and bits per byte of text or token shards, and the scores of tasks
+from local JSON lines files, computed as lm-evaluation-harness does. Starts one process per GPU, or NPROC. FSDP shards the weights
+over them, unless --tensor, --pipeline or --context say otherwise. The layout does not change the result.
 
   titanlike evaluate runs/NAME --data heldout.txt --task hellaswag_val.jsonl
   NPROC=8 titanlike evaluate llama/ --tensor 2 --task arc.jsonl --task piqa.jsonl --json"""
@@ -32,11 +32,11 @@ MAX_SEQ_LEN = 2048  # of text, where the checkpoint does not record the training
 
 def add(commands: Any) -> None:
     """Adds `evaluate` to the commands of `titanlike`."""
-    parser = add_command(commands, "evaluate", "evaluate a model on text and on tasks", DESCRIPTION, run)
+    parser = add_command(commands, "evaluate", DESCRIPTION, run)
     add_model_options(parser)
-    text = "text files, JSON lines, Parquet or token shards; may be repeated"
+    text = "text files, JSON lines, Parquet or token shards"
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help=text)
-    text = f"JSON lines file with the items of a task in a format of {', '.join(FORMATS)}; may be repeated"
+    text = f"JSON lines file with the items of a task in a format of {', '.join(FORMATS)}"
     parser.add_argument("--task", action="append", default=[], metavar="FILE", help=text)
     text = "items of each task, and sequences of --data, from the first (default: all)"
     parser.add_argument("--limit", type=non_negative_int, default=0, metavar="N", help=text)
@@ -44,12 +44,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--seq-len", type=positive_int, metavar="N", help=text)
     text = "field of a record that has its text (default: as in training, or text)"
     parser.add_argument("--text-field", metavar="NAME", help=text)
-    parser.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="sequences at a time (8)")
+    parser.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="sequences at a time")
     for name in ("tensor", "pipeline", "context"):
-        parser.add_argument(
-            f"--{name}", type=positive_int, default=1, metavar="N", help=f"{name}-parallel processes (1)"
-        )
-    parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
+        parser.add_argument(f"--{name}", type=positive_int, default=1, metavar="N", help=f"{name}-parallel processes")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:

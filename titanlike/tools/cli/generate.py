@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 DESCRIPTION = """\
-Continues prompts with the model of a run, a checkpoint or a Hugging Face folder. Without --prompt and --prompts, standard input is
-the prompt. Several prompts are computed in batches, and printed in their order. NPROC=n shards the model over n processes with
-tensor parallelism, as torchrun -m titanlike.tools.cli.main generate does.
+Continues prompts, or chats, with a model. Without --prompt and --prompts, standard input is the prompt. Several prompts are
+computed in batches, and printed in their order. NPROC=n shards the model over n processes with tensor parallelism, as torchrun -m
+titanlike.tools.cli.main generate does.
 
 An encoder-decoder such as T5 reads the prompt, in which names of special tokens such as <extra_id_0> are these tokens, and
 generates a target.
@@ -34,26 +34,24 @@ messages too, so that a script can chat over a pipe.
 
 def add(commands: Any) -> None:
     """Adds `generate` to the commands of `titanlike`."""
-    parser = add_command(commands, "generate", "continue prompts with a model", DESCRIPTION, run)
+    parser = add_command(commands, "generate", DESCRIPTION, run)
     add_model_options(parser)
     parser.add_argument("--chat", action="store_true", help="converse with the model; one process")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat (none)")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    parser.add_argument("--prompts", metavar="FILE", help="file with a prompt in each line; - is standard input")
-    parser.add_argument(
-        "--tokens", type=positive_int, default=200, metavar="N", help="tokens to generate at most (200)"
-    )
-    text = "0 always chooses the most likely token; above 1 increases randomness (0.7)"
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt")
+    parser.add_argument("--prompts", metavar="FILE", help="file with a prompt in each line, or - for standard input")
+    parser.add_argument("--tokens", type=positive_int, default=200, metavar="N", help="most tokens to generate")
+    text = "0 always chooses the most likely token; above 1 increases randomness"
     parser.add_argument("--temperature", type=_temperature, default=0.7, metavar="X", help=text)
-    text = "sample from the N most likely tokens (all)"
+    text = "sample from the N most likely tokens (default: all)"
     parser.add_argument("--top-k", type=non_negative_int, default=0, metavar="N", help=text)
-    text = "sample from the fewest most likely tokens whose probabilities sum to at least P (1)"
+    text = "sample from the fewest most likely tokens whose probabilities sum to at least P"
     parser.add_argument("--top-p", type=_probability, default=1.0, metavar="P", help=text)
-    text = r"end before this text; \n is a line break; may be repeated"
+    text = r"end before this text; \n is a line break"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
-    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="of the random numbers (0)")
-    parser.add_argument("--batch-size", type=positive_int, default=16, metavar="N", help="prompts at a time (16)")
-    parser.add_argument("--json", action="store_true", help="print an object with prompt and text for each prompt")
+    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the random numbers")
+    parser.add_argument("--batch-size", type=positive_int, default=16, metavar="N", help="prompts at a time")
+    parser.add_argument("--json", action="store_true", help="print a JSON object with prompt and text for each prompt")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -26,9 +26,9 @@ the GPUs train on enough tokens within a week, if there is enough data. Asks not
 
 def add(commands: Any) -> None:
     """Adds `init` to the commands of `titanlike`."""
-    parser = add_command(commands, "init", "write a commented recipe for this machine and data", DESCRIPTION, run)
+    parser = add_command(commands, "init", DESCRIPTION, run)
     parser.add_argument(
-        "path", nargs="?", type=Path, default=Path("train.toml"), help="recipe to write (default: train.toml)"
+        "path", nargs="?", type=Path, default=Path("train.toml"), metavar="RECIPE.toml", help="recipe to write"
     )
     text = "text, or a folder of token shards (default: Python's standard library on a CPU, data/train on GPUs)"
     parser.add_argument("--data", default="", metavar="PATH", help=text)

@@ -8,8 +8,8 @@ from titanlike.tools.arguments import add_script_options, positive_int
 from titanlike.tools.cli.command import add_command
 
 EXPORT = """\
-Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,
-generation_config.json and the tokenizer. The folder appears whole or not at all.
+Writes a checkpoint of any layout as a folder that transformers loads. It has the weights as safetensors with their index,
+config.json, generation_config.json and the tokenizer, and appears whole or not at all.
 
   titanlike export runs/NAME model/
   titanlike export runs/NAME/checkpoints/step-00001000 model/ --dtype bfloat16
@@ -22,14 +22,15 @@ learning-rate schedule and the step. The position in the data is not part of it.
   titanlike export runs/NAME outputs/checkpoint/step-1000 --format dcp"""
 
 IMPORT = """\
-Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial, with a
-learning rate for fine-tuning. Set the data in it: without data.path it does not run.
+Writes a recipe from a model or from a job of another program, or converts its checkpoint. From a Hugging Face folder, the recipe
+has [model], [tokenizer] and checkpoint.initial, with a learning rate for fine-tuning. Set the data in it: without data.path it does
+not run.
 
   titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
 
-Or writes the recipe of a job of another program: a job config of torchtitan 0.2, or a shell script that starts Megatron-LM's
-pretrain_gpt.py, which is run with bash and a recorder in place of programs. Each key of the file is in the recipe, or named in its
-comments with the reason why not.
+From a job of another program, it writes the recipe of the job. That is a job config of torchtitan 0.2, or a shell script that
+starts Megatron-LM's pretrain_gpt.py, which is run with bash and a recorder in place of programs. Each key of the file is in the
+recipe, or named in its comments with the reason why not.
 
   titanlike import torchtitan.toml recipe.toml --gpus 64
   titanlike import pretrain_llama.sh recipe.toml --env NNODES=8
@@ -42,21 +43,24 @@ the weights and, where they can be converted, the state of AdamW and the step. T
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the commands to the parser."""
-    command = add_command(commands, "export", "write a checkpoint as a Hugging Face folder", EXPORT, _export)
-    command.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint")
-    command.add_argument("folder", type=Path, help="folder to write")
-    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="convert to this precision")
-    command.add_argument("--step", type=positive_int, default=0, help="checkpoint of a run (default: the newest)")
+    command = add_command(commands, "export", EXPORT, _export)
+    command.add_argument("source", type=Path, metavar="RUN|CHECKPOINT", help="run or checkpoint")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write")
     command.add_argument(
-        "--shard-size", type=positive_int, default=5000, metavar="MB", help="largest file (default: 5000)"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="precision of the weights (default: the checkpoint's)",
     )
+    command.add_argument(
+        "--step", type=positive_int, default=0, metavar="N", help="step of the run (default: the newest)"
+    )
+    command.add_argument("--shard-size", type=positive_int, default=5000, metavar="MB", help="size of the largest file")
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
-    text = "hf: a folder for transformers (default); dcp: a checkpoint for torchtitan"
+    text = "hf: a folder for transformers; dcp: a checkpoint for torchtitan"
     command.add_argument("--format", choices=["hf", "dcp"], default="hf", help=text)
     command = add_command(
         commands,
         "import",
-        "write a recipe from a Hugging Face folder or a job of another program, or convert a checkpoint",
         IMPORT,
         run,
     )
@@ -66,9 +70,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="SOURCE",
         help="Hugging Face folder, a job's .toml or .sh file, or a checkpoint of torchtitan or Megatron-LM",
     )
-    command.add_argument(
-        "recipe", type=Path, help="recipe to write, or, for a checkpoint, the recipe of the run to continue"
-    )
+    text = "recipe to write, or, for a checkpoint, the recipe of the run to continue"
+    command.add_argument("recipe", type=Path, metavar="RECIPE.toml", help=text)
     text = "GPUs of the job, if its batch or layout depends on their number"
     command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
     text = "program that wrote the checkpoint (default: recognized by its tensors)"

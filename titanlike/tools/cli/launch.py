@@ -13,15 +13,15 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.run.start import Arguments
 from titanlike.tools.arguments import positive_int
-from titanlike.tools.cli.command import RECIPE_KEYS, add_command
+from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
 from titanlike.tools.clusters import cluster_job, docker, kubernetes, skypilot, slurm
 from titanlike.tools.clusters.cluster_job import ClusterJob
 from titanlike.tools.clusters.sagemaker import options
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 
 DESCRIPTION = """\
-Checks a recipe for all processes of a job, as a run does, writes what the scheduler needs into a folder, and submits it. The run's
-name is fixed, so that a job that is preempted, requeued or submitted again resumes the run.
+Submits a recipe to Slurm, Kubernetes, SkyPilot or SageMaker, or builds a container image. Checks the recipe first for all processes
+of the job, as a run does. The run's name is fixed, so that a job that is preempted, requeued or submitted again resumes the run.
 
   titanlike launch slurm llama3_8b --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
   titanlike launch kubernetes llama3_8b --nodes 4 --image registry/titanlike:1 --claim training
@@ -36,29 +36,22 @@ TIME_LIMIT = r"(\d+-)?\d+(:\d\d){0,2}"  # of Slurm: minutes, hours:minutes:secon
 
 def add(commands: Any) -> None:
     """Adds `launch` to the commands of `titanlike`."""
-    parser = commands.add_parser(
-        "launch",
-        help="a recipe as a job of Slurm, Kubernetes, SkyPilot or SageMaker, or as a container image",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "launch", DESCRIPTION)
     targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|skypilot|sagemaker|docker")
-    for target, run, text in (
-        ("slurm", _slurm, "write a batch file and submit it with sbatch"),
+    for target, run, description in (
+        ("slurm", _slurm, "Writes a batch file and submits it with sbatch."),
         (
             "kubernetes",
             _kubernetes,
-            "write the manifests of a JobSet or a Kubeflow TrainJob and apply them with kubectl",
+            "Writes the manifests of a JobSet or a Kubeflow TrainJob and applies them with kubectl.",
         ),
-        ("skypilot", _skypilot, "write the task of a managed job and submit it with sky"),
-        ("sagemaker", _sagemaker, "upload the library and the recipe to S3, and submit a training job of SageMaker"),
-        ("docker", _docker, "write a Dockerfile with the wheel and the recipe, and build the image"),
+        ("skypilot", _skypilot, "Writes the task of a managed job and submits it with sky."),
+        ("sagemaker", _sagemaker, "Uploads the library and the recipe to S3 and submits a training job of SageMaker."),
+        ("docker", _docker, "Writes a Dockerfile with the wheel and the recipe and builds the image."),
     ):
-        description = f"{text[0].upper()}{text[1:]}."
-        command = add_command(targets, target, text, description, run, overrides=RECIPE_KEYS)
-        text = "recipe; override its keys with --section.key=value"
-        command.add_argument("recipe", metavar="RECIPE", help=text)
-        command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes (default: 1)")
+        command = add_command(targets, target, description, run, overrides=RECIPE_KEYS)
+        command.add_argument("recipe", metavar="RECIPE", help=f"recipe; {OVERRIDE_TEXT}")
+        command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
         text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
         if target == "sagemaker":
             text = "hardware of an instance type that is not known (default: the instance type)"
@@ -67,41 +60,40 @@ def add(commands: Any) -> None:
         if target == "sagemaker":  # its instance types have the other options' values
             options.add_options(command)
             continue
-        text = 'GPUs of a node, one process each; with run.device = "cpu", processes of a node (default: 8)'
+        text = 'GPUs of a node, one process each; with run.device = "cpu", processes of a node'
         command.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help=text)
-        command.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: launch/NAME)")
-        text = "seconds between the stop signal and the end of the job, for a last checkpoint (default: 180)"
+        command.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: launch/NAME)")
+        text = "seconds between the stop signal and the end of the job, for a last checkpoint"
         command.add_argument("--grace", type=positive_int, default=180, metavar="SECONDS", help=text)
         if target == "slurm":
-            command.add_argument("--time", default="24:00:00", metavar="LIMIT", help="time limit (default: 24:00:00)")
-            text = "further option of sbatch, such as --sbatch=--partition=gpu; can be repeated"
+            command.add_argument("--time", default="24:00:00", metavar="LIMIT", help="time limit")
+            text = "further option of sbatch, such as --sbatch=--partition=gpu"
             command.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
         elif target == "kubernetes":
-            command.add_argument("--image", required=True, help="container image with titanlike")
+            command.add_argument("--image", required=True, metavar="NAME", help="container image with titanlike")
             text = "persistent volume claim for the working directory: data, run directories and checkpoints"
-            command.add_argument("--claim", default="", help=text)
-            command.add_argument(
-                "--secret", default="", help="secret with environment variables, such as S3 credentials"
-            )
-            text = "JobSet (default), or Kubeflow's TrainJob with a runtime of its own"
+            command.add_argument("--claim", default="", metavar="NAME", help=text)
+            text = "secret with environment variables, such as S3 credentials"
+            command.add_argument("--secret", default="", metavar="NAME", help=text)
+            text = "JobSet, or Kubeflow's TrainJob with a runtime of its own"
             command.add_argument("--kind", choices=["jobset", "trainjob"], default="jobset", help=text)
         elif target == "skypilot":
-            text = "SkyPilot's name of the GPU, such as A100-80GB (default: H100)"
+            text = "SkyPilot's name of the GPU, such as A100-80GB"
             command.add_argument("--accelerator", default="H100", metavar="NAME", help=text)
             text = "where to rent the instances, CLOUD[/REGION[/ZONE]] (default: the cheapest of those set up)"
             command.add_argument("--infra", default="", metavar="CLOUD", help=text)
             text = "use spot instances: cheaper; the job resumes after a preemption"
             command.add_argument("--spot", action="store_true", help=text)
-            text = "disk of each node (default: 256)"
+            text = "disk of each node"
             command.add_argument("--disk-size", type=positive_int, default=256, metavar="GB", help=text)
-            text = "local path or URL of an object store that is copied to PATH on each node, such as data; can be repeated"
+            text = "local path or URL of an object store that is copied to PATH on each node, such as data"
             command.add_argument("--file-mount", action="append", default=[], metavar="PATH=SOURCE", help=text)
-            text = "SkyPilot's network volume that all nodes mount at PATH; can be repeated"
+            text = "SkyPilot's network volume that all nodes mount at PATH"
             command.add_argument("--volume", action="append", default=[], metavar="PATH=NAME", help=text)
-            text = "environment variable of this shell to pass as a secret, such as HF_TOKEN; can be repeated"
+            text = "environment variable of this shell to pass as a secret, such as HF_TOKEN"
             command.add_argument("--secret", action="append", default=[], metavar="VARIABLE", help=text)
         else:
-            command.add_argument("--image", default="titanlike", metavar="NAME", help="name (default: titanlike)")
+            command.add_argument("--image", default="titanlike", metavar="NAME", help="name of the image")
 
 
 def _job(arguments: argparse.Namespace) -> ClusterJob:

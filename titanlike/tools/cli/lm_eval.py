@@ -10,7 +10,7 @@ from titanlike.config import UserError
 
 def add(commands: Any) -> None:
     """Adds `lm_eval` to the commands of `titanlike`."""
-    text = "run lm-evaluation-harness with --model titanlike --model_args path=RUN|CHECKPOINT|FOLDER"
+    text = "Runs lm-evaluation-harness with --model titanlike --model_args path=RUN|CHECKPOINT|FOLDER"
     # All options, --help too, belong to the harness: no word that begins with - is an option of this parser.
     parser = commands.add_parser("lm_eval", help=text, add_help=False, prefix_chars="\0")
     parser.set_defaults(run=run, parser=parser, accepted="")

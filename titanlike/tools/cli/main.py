@@ -34,17 +34,17 @@ from titanlike.utils import system
 
 # Modules of commands, in the order of --help.
 MODULES = (
-    verify,
-    recipes,
     init,
-    doctor,
+    recipes,
     plan,
+    verify,
+    doctor,
     launch,
     profile,
     compare,
     sweep,
-    interchange,
     data,
+    interchange,
     generate,
     evaluate,
     lm_eval,
@@ -58,12 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"titanlike {titanlike.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", add_help=False, help="train a recipe; see titanlike train --help")
-    text = "print the JSON Schema of recipes, for editors"
-    schema = add_command(commands, "schema", text, f"{text[0].upper()}{text[1:]}.", _print_schema)
-    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
+    commands.add_parser("train", add_help=False, help="Trains a recipe; see titanlike train --help")
     for module in MODULES:
         module.add(commands)
+    schema = add_command(commands, "schema", "Prints the JSON Schema of recipes, for editors.", _print_schema)
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     parser.set_defaults(names=list(commands.choices))
     return parser
 

@@ -17,7 +17,7 @@ from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.arguments import add_script_options
 from titanlike.tools.cli import processes
-from titanlike.tools.cli.command import RECIPE_KEYS, add_command
+from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from titanlike.tools.rich_console import RichConsole
 
 DESCRIPTION = """\
-Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
-and energy. Names what limits the layout, and the change that helps most. Exits with code 0 if the recipe fits, otherwise with
-code 1.
+Computes memory, speed and cost of a recipe before it runs. It needs no GPU. Prints memory of each kind, collectives, time of a
+step, tokens/s, hours, dollars and energy. Names what limits the layout, and the change that helps most. Exits with code 0 if the
+recipe fits, otherwise with code 1.
 
   titanlike plan llama3_8b --gpus 64 --hardware h100
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
@@ -49,18 +49,12 @@ MAX_BLOCKS = 1000
 
 def add(commands: Any) -> None:
     """Adds `plan` to the commands of `titanlike`."""
-    parser = add_command(
-        commands, "plan", "memory, speed and cost of a recipe before it runs", DESCRIPTION, run, overrides=RECIPE_KEYS
-    )
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="recipe, or a job of another program; override keys with --section.key=value",
-    )
+    parser = add_command(commands, "plan", DESCRIPTION, run, overrides=RECIPE_KEYS)
+    text = f"recipe, where {OVERRIDE_TEXT}, or a job of another program"
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=text)
     text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
-    text = f"name of the hardware, or a hardware file (default: {DEFAULT_HARDWARE}); docs/planning.md lists the names"
+    text = "hardware: a name of docs/planning.md, or a file"
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help=text)
     text = "plan another program's run of this recipe: a name or file of docs/planning.md#other-programs"
     parser.add_argument("--program", metavar="NAME|FILE", help=text)
@@ -69,7 +63,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     text = "draw memory over a step or, for several numbers of GPUs, scaling; requires matplotlib"
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help=text)
-    text = "strong keeps the recipe's global batch, and so the result (default); weak makes it proportional to the GPUs"
+    text = "strong keeps the recipe's global batch, and so the result; weak makes it proportional to the GPUs"
     parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help=text)
     text = "compare all layouts, schedules, micro-batch sizes, checkpointing modes and float8; keys that are overridden stay"
     parser.add_argument("--search", action="store_true", help=text)

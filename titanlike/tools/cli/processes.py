@@ -28,7 +28,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "precision to compute in (default: bfloat16 on a GPU, float32 on a CPU)"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help=text)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="(default: auto)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device to compute on")
 
 
 def start_processes(default: int | None = None) -> None:

@@ -15,7 +15,7 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.recipe import PretrainRecipe
-from titanlike.tools.cli.command import RECIPE_KEYS, add_command
+from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from titanlike.tools.trace import Profile
 
 DESCRIPTION = """\
-Runs ten steps of a recipe, traces three of them, and prints where the time went: matmuls, attention, elementwise kernels, the
-optimizer, exposed communication of each mesh dimension, waiting for data, and gaps in which the host launches nothing. Beside it:
-what `titanlike plan` expects. The trace itself is for ui.perfetto.dev. A run directory that has traces is not run again.
+Measures where the time of a step goes. Runs ten steps of a recipe, traces three of them, and prints the time of matmuls, attention,
+elementwise kernels, the optimizer, exposed communication of each mesh dimension, waiting for data, and gaps in which the host
+launches nothing. Beside it: what `titanlike plan` expects. The trace itself is for ui.perfetto.dev. A run directory that has traces
+is not run again.
 
   titanlike profile debug
   NPROC=8 titanlike profile llama3_8b --ranks 0,7 --parallelism.tensor=2
@@ -54,18 +55,17 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands,
         "profile",
-        "where the time of a step goes: ten steps of a recipe, beside the plan",
         DESCRIPTION,
         run,
         overrides=RECIPE_KEYS,
     )
-    text = "recipe, whose keys --section.key=value overrides; or the directory of a run with traces"
+    text = f"recipe, where {OVERRIDE_TEXT}, or a run with traces"
     parser.add_argument("path", type=recipe_path, metavar="RECIPE|RUN", help=text)
-    parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace (default: 0)")
-    text = "hardware of the plan: a name or a file (default: the GPU's; on a CPU, no plan)"
+    parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace")
+    text = "hardware of the plan (default: the GPU's; on a CPU, no plan)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)
-    text = "directory for the new run (default: runs/profile-RECIPE-TIME)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "run directory (default: runs/profile-RECIPE-TIME)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
 
 

@@ -18,8 +18,8 @@ from titanlike.run.start import program_of
 from titanlike.tools.cli.command import add_command
 
 DESCRIPTION = """\
-Lists the shipped recipes: name, program and purpose. `copy` writes a recipe and its program, with the same name, to be changed: the
-copied recipe runs the copied program. Replaces no file.
+Lists the shipped recipes, or copies one with its program. The copied recipe runs the copied program, which has its name. Replaces
+no file.
 
   titanlike recipes
   titanlike recipes copy debug my/                 my/debug.toml and my/debug.py
@@ -28,14 +28,11 @@ copied recipe runs the copied program. Replaces no file.
 
 def add(commands: Any) -> None:
     """Adds `recipes` to the commands of `titanlike`."""
-    parser = add_command(
-        commands, "recipes", "list the shipped recipes, or copy one with its program", DESCRIPTION, run
-    )
+    parser = add_command(commands, "recipes", DESCRIPTION, run)
     actions = parser.add_subparsers(metavar="copy")
-    text = "write a recipe and its program to change"
-    copy = add_command(actions, "copy", text, f"{text[0].upper()}{text[1:]}.", _copy)
-    copy.add_argument("name", help="a shipped recipe, such as debug")
-    copy.add_argument("target", type=Path, metavar="DIR|RECIPE.toml", help="folder, or file of the copied recipe")
+    copy = add_command(actions, "copy", "Writes a copy of a recipe and of its program.", _copy)
+    copy.add_argument("name", metavar="NAME", help="shipped recipe, such as debug")
+    copy.add_argument("target", type=Path, metavar="FOLDER|RECIPE.toml", help="folder, or file of the copied recipe")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from titanlike.config.shipped import train_command
 from titanlike.tools.cli.command import ANY_KEYS, add_command
 
 DESCRIPTION = """\
-Searches over keys of a recipe with Optuna: TPE suggests values, and trials that are worse than the median are pruned. Each trial is
+Searches over keys of a recipe with Optuna. TPE suggests values, and trials that are worse than the median are pruned. Each trial is
 an ordinary run. The same command resumes a sweep that was stopped or killed, and prints the results of one that is complete.
 
   titanlike sweep SWEEP.toml
@@ -22,10 +22,8 @@ an ordinary run. The same command resumes a sweep that was stopped or killed, an
 
 def add(commands: Any) -> None:
     """Adds `sweep` to the commands of `titanlike`."""
-    parser = add_command(
-        commands, "sweep", "search over keys of a recipe, each trial a run", DESCRIPTION, run, overrides=ANY_KEYS
-    )
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml|DIRECTORY", help="sweep file, or directory of a sweep")
+    parser = add_command(commands, "sweep", DESCRIPTION, run, overrides=ANY_KEYS)
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml|FOLDER", help="sweep file, or folder of a sweep")
     parser.add_argument("--table", action="store_true", help="print the table of the results so far, and start nothing")
     parser.add_argument("--dry-run", action="store_true", help="check the sweep and its space, and start nothing")
 

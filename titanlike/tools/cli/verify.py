@@ -6,7 +6,7 @@ import re
 from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.tools.arguments import positive_int
-from titanlike.tools.cli.command import RECIPE_KEYS, add_command
+from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
 from titanlike.tools.verify.recipe import verify
 
 DESCRIPTION = """\
@@ -26,9 +26,9 @@ A module of your own: FILE.py defines
   parallelize(model, mesh)          applies the plan; not required for a transformers model with a tp_plan
 
 and, where the defaults do not fit, shard_batch(batch, mesh), loss(model, batch), backward(model, batch), clip(model),
-optimizer(model) and after_step(model, optimizer, step). --layout names dimensions of the mesh. Compares initial weights,
-outputs, loss, gradients, their norm, weights, optimizer state, buffers and dropout masks, and says what is wrong first, by what
-factor, and what usually causes that. See docs/verify.md.
+optimizer(model) and after_step(model, optimizer, step). --layout names dimensions of the mesh. Compares initial weights, outputs,
+loss, gradients, their norm, weights, optimizer state, buffers and dropout masks, and says what is wrong first, by what factor, and
+what usually causes that. See docs/verify.md.
 
   titanlike verify build.py:model --layout tensor=2
   titanlike verify build.py:model --layout shard=2,tensor=2"""
@@ -39,7 +39,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command = add_command(
         commands,
         "verify",
-        "compare a layout with a single process numerically, on this machine",
         DESCRIPTION,
         run,
         overrides=RECIPE_KEYS,
@@ -47,19 +46,19 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument(
         "recipe",
         metavar="RECIPE|FILE.py:FUNCTION",
-        help="recipe, whose keys --section.key=value overrides, or a module's function",
+        help=f"recipe, where {OVERRIDE_TEXT}, or function of a file that returns a module",
     )
     command.add_argument(
         "--layout",
         required=True,
         help="of a recipe: keys of [parallelism]; of a module: dimensions of the mesh, outermost first. Those not named are 1",
     )
-    command.add_argument("--steps", type=positive_int, help="optimizer steps (default: 5, of a module 3)")
+    command.add_argument("--steps", type=positive_int, metavar="N", help="optimizer steps (default: 5, of a module 3)")
     command.add_argument(
         "--tolerance",
         default="",
         metavar="NUMBER",
-        help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
+        help="maximum relative difference, of all quantities, or of some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
     )
 
 

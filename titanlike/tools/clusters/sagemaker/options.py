@@ -21,46 +21,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--simulate", action="store_true", help="run the job locally on the CPU, with hosts on loopback")
     add("--doctor", action="store_true", help="instead of training, run `titanlike doctor`, also with --network")
     add = parser.add_argument_group("instances").add_argument
-    add("--instance-type", default="ml.p5.48xlarge", metavar="TYPE", help="instance type (default: ml.p5.48xlarge)")
-    add("--torch", choices=IMAGES, default="2.13", help="AWS image with this version of torch (default: 2.13)")
+    add("--instance-type", default="ml.p5.48xlarge", metavar="TYPE", help="instance type")
+    add("--torch", choices=IMAGES, default="2.13", help="AWS image with this version of torch")
     add("--image", default="", metavar="URI", help="another image")
     add("--spot", action="store_true", help="use spot instances: cheaper; the job resumes after an interruption")
+    add("--max-hours", type=_positive_float, default=24.0, metavar="H", help="maximum duration of the job")
+    add("--wait-hours", type=_positive_float, default=24.0, metavar="H", help="maximum wait for spot capacity")
+    add("--volume-gb", type=positive_int, default=200, metavar="N", help="disk of instances without one of their own")
     add(
-        "--max-hours", type=_positive_float, default=24.0, metavar="H", help="maximum duration of the job (default: 24)"
+        "--keep-alive",
+        type=positive_int,
+        default=0,
+        metavar="MINUTES",
+        help="minutes to keep the instances for the next job",
     )
-    text = "maximum wait for spot capacity (default: 24)"
-    add("--wait-hours", type=_positive_float, default=24.0, metavar="H", help=text)
-    add("--volume-gb", type=positive_int, default=200, metavar="N", help="disk of types without one (default: 200)")
-    add("--keep-alive", type=positive_int, default=0, metavar="MINUTES", help="use a warm pool, kept for the next job")
-    add("--training-plan", default="", metavar="ARN", help="reserved capacity")
+    add("--training-plan", default="", metavar="ARN", help="training plan with reserved capacity")
     add("--retries", type=positive_int, default=0, metavar="N", help="restarts after internal errors of SageMaker")
     add = parser.add_argument_group("account").add_argument
     text = "ModelTrainer of SageMaker SDK v3, PyTorch estimator of SDK v2, or boto3 (default: the first installed)"
     add("--sender", choices=["modeltrainer", "estimator", "boto3"], default="", help=text)
     text = "name of the run, which later jobs resume (default: name of the recipe)"
     add("--run", dest="run_name", default="", metavar="NAME", help=text)
-    add("--region", default="", help="(default: AWS_REGION, or the configured region)")
+    add("--region", default="", metavar="NAME", help="region (default: AWS_REGION, or the configured one)")
     add("--role", default="", metavar="ARN", help="IAM role of the job (default: SAGEMAKER_ROLE)")
-    text = "for code, checkpoints and metrics (default: SAGEMAKER_BUCKET, or sagemaker-REGION-ACCOUNT)"
-    add("--bucket", default="", help=text)
-    add("--prefix", default=PREFIX, help=f"prefix of S3 keys and job names (default: {PREFIX})")
-    add("--subnet", dest="subnets", metavar="ID", help="of a VPC; can be repeated", **repeatable)
-    add("--security-group", dest="security_groups", metavar="ID", help="of the VPC; can be repeated", **repeatable)
+    text = "bucket for code, checkpoints and metrics (default: SAGEMAKER_BUCKET, or sagemaker-REGION-ACCOUNT)"
+    add("--bucket", default="", metavar="NAME", help=text)
+    add("--prefix", default=PREFIX, metavar="NAME", help="prefix of S3 keys and job names")
+    add("--subnet", dest="subnets", metavar="ID", help="subnet of a VPC", **repeatable)
+    add("--security-group", dest="security_groups", metavar="ID", help="security group of the VPC", **repeatable)
     add("--kms-key", default="", metavar="ID", help="key to encrypt code and output; instances encrypt their own disks")
-    add("--tag", dest="tags", metavar="NAME=VALUE", type=_pair, help="tag of the job; can be repeated", **repeatable)
-    text = "variable of the container; can be repeated"
+    add("--tag", dest="tags", metavar="NAME=VALUE", type=_pair, help="tag of the job", **repeatable)
+    text = "variable of the container"
     add("--env", dest="environment", metavar="NAME=VALUE", type=_pair, help=text, **repeatable)
     add = parser.add_argument_group("data").add_argument
     text = (
         "data for a recipe key such as data.path: s3://BUCKET/PREFIX, copied before the start (with the suffix ,FastFile: "
-        "streamed), or fsx://FILESYSTEM/MOUNT/FOLDER; can be repeated"
+        "streamed), or fsx://FILESYSTEM/MOUNT/FOLDER"
     )
     add("--channel", dest="channels", metavar="KEY=URI", type=_pair, help=text, **repeatable)
     add("--checkpoints", default="", metavar="fsx://...", help="write checkpoints to FSx instead of S3")
     add = parser.add_argument_group("--simulate").add_argument
-    text = "replaces S3 (default: runs/sagemaker)"
-    add("--folder", type=Path, default=Path("runs/sagemaker"), metavar="DIR", help=text)
-    add("--processes", type=positive_int, default=1, metavar="N", help="processes of a host (default: 1)")
+    text = "folder in place of S3"
+    add("--folder", type=Path, default=Path("runs/sagemaker"), metavar="FOLDER", help=text)
+    add("--processes", type=positive_int, default=1, metavar="N", help="processes of a host")
 
 
 def _positive_float(text: str) -> float:
