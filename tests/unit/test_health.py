@@ -64,8 +64,8 @@ def test_statistics_of_an_update() -> None:
     model.register_parameter("unused", unused)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-        model.bias.zero_()
-    model.weight.grad, model.bias.grad = torch.full((2, 2), 2.0), torch.ones(2)
+        model.bias = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    model.weight.grad, model.bias.grad = torch.full((2, 2), 2.0), torch.ones_like(model.bias)
     with parameter_statistics(model) as values:
         model.weight.grad.mul_(0.1)  # clipped: the norm is that before
         torch.optim.SGD(model.parameters(), lr=0.5).step()
@@ -84,9 +84,9 @@ def test_the_matmul_of_a_gpu_is_that_of_the_call_before() -> None:
     calls: list[str] = []
     events: Any = (SimpleNamespace(record=partial(calls.append, name)) for name in ("begin", "end"))
     ranks._events = [begin, end] = list(events)
-    begin.elapsed_time, end.query = lambda other: 500.0 * calls.count("end"), lambda: calls.count("end") != 2
+    begin.elapsed_time, end.query = lambda other: 500.0 * calls.count("end") + 250.0, lambda: calls.count("end") != 2
     found = [ranks.gather(0.25)[0, 1:].tolist() for _ in range(4)]
-    assert found == [[0.25, seconds] for seconds in (0.0, 0.5, 0.5, 1.5)]
+    assert found == [[0.25, seconds] for seconds in (0.0, 0.75, 0.75, 1.75)]
     assert calls == ["begin", "end"] * 4
 
 
