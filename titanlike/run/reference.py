@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
 from titanlike.data.batches.dataloaders import DataLoaders
@@ -110,9 +109,6 @@ def _compute(
             is_new = first + rows < dataset.num_sequences
             found = answers.is_pair & is_new[:, None]
             table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # FSDP keeps some units gathered; the optimizer that is built next needs the shards
     if mesh.context.get_local_rank() > 0:  # which has computed the same as the first one
         table.zero_()
     return collectives.all_reduce_sum(table, mesh.loss_groups).cpu().numpy()
