@@ -1,5 +1,6 @@
 """Document masks: one per batch; block masks equal dense ones, and their memory does not grow with the square of the length."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask
@@ -22,6 +24,7 @@ from titanlike.models.common.document_mask import (
     BLOCK_SIZE,
     DocumentMask,
     block_mask_attention,
+    compiled_flex_attention,
     document_block_mask,
     document_dense_mask,
 )
@@ -228,6 +231,26 @@ def test_selective_checkpointing_saves_the_output_of_flex_attention(
     assert graphs["forward"].count("flex_attention") == 1
     assert graphs["backward"].count("flex_attention") == recomputed
     assert graphs["backward"].count("flex_attention_backward") == 1
+
+
+def test_flex_attention_is_compiled_for_each_length_or_fails(flex_on_cpu: pytest.MonkeyPatch) -> None:
+    """It never runs in eager mode, which would materialize the scores."""
+    limits: Any = torch._dynamo.config
+    backend: Any = CompileCounterWithBackend("eager")
+    flex_on_cpu.setattr(limits, "recompile_limit", 1)
+    flex_on_cpu.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    attention = compiled_flex_attention.__wrapped__()
+
+    def attend(length: int) -> None:
+        q = torch.ones(1, 1, length, 16)
+        attention(q, q, q, block_mask=DocumentMask(flex=True)(torch.zeros(1, length)))
+
+    for length in (16, 32):
+        attend(length)
+    assert backend.frame_count == 2
+    limits.recompile_limit = 2
+    with pytest.raises(FailOnRecompileLimitHit):
+        attend(48)
 
 
 class Tensors(TorchDispatchMode):

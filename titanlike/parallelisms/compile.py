@@ -7,8 +7,6 @@ import torch
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils.compat import allow_recompilations
 
-STATIC_RECOMPILE_LIMIT = 64  # the default of 8 is for code that becomes dynamic instead
-
 
 def apply_compile(
     blocks: Blocks, *, backend: str = "inductor", fullgraph: bool = True, static_shapes: bool = False
@@ -23,7 +21,7 @@ def apply_compile(
             of other sizes, is compiled for any shape, which is slower, and which attention does not support.
     """
     if static_shapes:
-        allow_recompilations(STATIC_RECOMPILE_LIMIT)
+        allow_recompilations()
     for block in list_blocks(blocks):
         dynamic = False if static_shapes else None
         compiled: Any = torch.compile(block.forward, backend=backend, fullgraph=fullgraph, dynamic=dynamic)

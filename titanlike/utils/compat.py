@@ -18,6 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+STATIC_RECOMPILE_LIMIT = 64  # the default of 8 is for code that becomes dynamic instead
 MEMORY_EVENTS = 1_000_000  # of a memory snapshot: the last allocations and frees
 
 # Module, attribute path, and what uses it. `tests/unit/test_compat.py` checks them against the installed torch.
@@ -27,7 +28,7 @@ REQUIRED = (
     ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
     ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
     ("torch._dynamo", "disable", "expert parallelism"),
-    ("torch._dynamo.config", "recompile_limit", "two models of different sizes in one process"),
+    ("torch._dynamo.config", "recompile_limit", "two models of different sizes in one process, FlexAttention"),
     ("torch.cuda.memory", "_record_memory_history", "profiling.memory"),
     ("torch.cuda.memory", "_dump_snapshot", "profiling.memory"),
     ("torch._functorch.config", "activation_memory_budget", "activation_checkpoint.mode = 'memory_budget'"),
@@ -227,10 +228,10 @@ def disable_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Any, torch)._dynamo.disable(function, wrapping=False)
 
 
-def allow_recompilations(limit: int) -> None:
-    """Lets code be compiled for at least this number of combinations of shapes and settings."""
+def allow_recompilations() -> None:
+    """Lets code be compiled for many combinations of shapes and settings."""
     config: Any = importlib.import_module("torch._dynamo.config")
-    config.recompile_limit = max(config.recompile_limit, limit)
+    config.recompile_limit = max(config.recompile_limit, STATIC_RECOMPILE_LIMIT)
 
 
 def record_memory_history() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titanlike.models.common.config import hides_keys
+from titanlike.utils.compat import allow_recompilations
 
 Mask: TypeAlias = Tensor | BlockMask
 
@@ -174,6 +175,7 @@ def masked_attention(
 @cache
 def compiled_flex_attention() -> Any:
     """Returns compiled FlexAttention. Not with dynamic shapes: a run has few shapes, and their kernels are slower."""
+    allow_recompilations()  # tasks are scored at several lengths, each with up to two masks
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
