@@ -55,7 +55,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
             calibrate(torch.device("cpu"), path)
     (tmp_path / "folder.toml").mkdir()
     for path in (tmp_path / "folder.toml", Path("/proc/mine.toml")):
-        with pytest.raises(UserError, match=rf"^--calibrate {path} cannot be written: .*; give another path$"):
+        with pytest.raises(UserError, match=rf"^--calibrate {path} cannot be written: .*; choose another path$"):
             calibrate(torch.device("cpu"), path, on_progress=lambda *_: pytest.fail("measures"))
 
 

@@ -81,7 +81,7 @@ def test_a_config_has_the_name_of_its_published_size() -> None:
         (["export", "runs/frist", "out"], "runs/frist does not exist; give a run directory, a checkpoint or a Hugging Face"),
         (["export", "runs/first/recipe.toml", "out"], "runs/first/recipe.toml is a file; give a run directory"),
         (["export", "runs", "out"], "runs contains no checkpoint and no config.json"),
-        (["export", "runs/first", "runs"], "runs exists; choose another folder, or remove it"),
+        (["export", "runs/first", "runs"], "runs exists; choose another name, or remove it"),
         (["export", "runs/first", "out", "--step", "3"], "runs/first/checkpoints has no step 3; it contains steps 2, 4"),
         (["export", "runs/first", "runs/first/recipe.toml/out"], "cannot be written: Not a directory"),
         (["import", "runs", "out.toml"], "runs contains no checkpoint and no config.json"),
@@ -111,5 +111,5 @@ def test_the_recipe_is_not_overwritten(tmp_path: Path) -> None:
     export_model(model_of(LLAMA), LLAMA, tmp_path / "hf")
     (tmp_path / "mine.toml").write_text("# mine\n")
     done = titanlike(tmp_path, "import", "hf", "mine.toml")
-    assert done.stderr == "error: mine.toml exists; choose another file, or remove it\n"
+    assert done.stderr == "error: mine.toml exists; choose another name, or remove it\n"
     assert (tmp_path / "mine.toml").read_text() == "# mine\n"

@@ -259,7 +259,7 @@ def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: A
             product = 8.0 / 4 * second @ first
             adapted.get_parameter(f"{name}.weight").add_(product.t() if settings["fan_in_fan_out"] else product)
         assert (adapted(tokens).logits - expected).abs().max() / expected.abs().max() < 1e-5
-    with pytest.raises(UserError, match=r"adapter exists; choose another folder"):
+    with pytest.raises(UserError, match=r"adapter exists; choose another name"):
         export_adapter(weights, tmp_path / "adapter")
 
 

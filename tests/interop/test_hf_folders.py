@@ -375,7 +375,7 @@ def test_an_export_appears_whole_or_not_at_all(
     shutil.rmtree(tmp_path / "whole")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/file").write_text("mine")
-    with pytest.raises(UserError, match="exists; choose another folder"):
+    with pytest.raises(UserError, match="exists; choose another name"):
         export(open_weights(folder), tmp_path / "kept")
     assert (tmp_path / "kept/file").read_text() == "mine"
 

@@ -140,7 +140,7 @@ def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: Tr
     assert export_checkpoint(weights, tmp_path / "exported").endswith(
         f"; torchtitan has one weight decay for all parameters, also norms: {recipe.optimizer.weight_decay}"
     )
-    with pytest.raises(UserError, match="exported exists; choose another folder"):
+    with pytest.raises(UserError, match="exported exists; choose another name"):
         export_checkpoint(weights, tmp_path / "exported")
     folder = DCPFolder(tmp_path / "exported")
     expected = {k: v for k, v in state.items() if isinstance(v, Tensor)}

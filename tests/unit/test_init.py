@@ -103,7 +103,7 @@ def test_a_larger_corpus_and_more_gpus_choose_a_larger_model() -> None:
 
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     (folder / "mine.toml").write_text("mine")
-    assert "mine.toml exists; choose another file" in cli("init", "mine.toml", code=2).err
+    assert "mine.toml exists; choose another name" in cli("init", "mine.toml", code=2).err
     assert (folder / "mine.toml").read_text() == "mine"
     assert "give the name of a .toml file" in cli("init", "mine", code=2).err
     assert "did you mean 124M?" in cli("init", "--model=125M", code=2).err

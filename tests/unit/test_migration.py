@@ -460,7 +460,7 @@ def test_the_import_command(cli: Cli, tmp_path: Path) -> None:
     assert "torchtitan 0.2: 8 keys mapped, 1 not mapped and of effect, 1 without effect" in output
     assert "not mapped: training.stepz = 1: unknown to torchtitan 0.2; did you mean training.steps?" in output
     check_recipe(load(PretrainRecipe, recipe), 64)
-    assert f"{recipe} exists; choose another file" in cli("import", job, recipe, "--gpus", 64, code=2).err
+    assert f"{recipe} exists; choose another name" in cli("import", job, recipe, "--gpus", 64, code=2).err
     job.write_text("[training]\nsteps = 3\n")
     message = "is no file that can be imported: give a job config of torchtitan"
     assert message in cli("import", job, tmp_path / "other.toml", code=2).err

@@ -57,7 +57,7 @@ def test_a_misspelled_command_is_compared_with_the_commands(cli: Cli) -> None:
 
 
 def test_titanlike_alone_lists_its_commands(cli: Cli) -> None:
-    assert "recipes list the shipped recipes" in " ".join(cli(code=2).out.split())
+    assert "recipes Lists the shipped recipes" in " ".join(cli(code=2).out.split())
 
 
 def test_the_list_has_a_line_for_each_recipe(cli: Cli) -> None:

@@ -41,7 +41,7 @@ def export(
         replace: whether to replace a folder that exists.
     """
     if os.path.lexists(folder) and not replace:
-        raise UserError(f"{folder} exists; choose another folder, or remove it")
+        raise UserError(f"{folder} exists; choose another name, or remove it")
     tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
     _check_tokenizer(weights, tokenizer)
     plan = _Plan(weights, getattr(torch, dtype) if dtype else None)

@@ -13,14 +13,14 @@ from titanlike.interop.export import whole_folder
 from titanlike.interop.hf_parameters import hf_parameters
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.models.common.lora import A, B
+from titanlike.tools.output_files import refuse_existing
 from titanlike.utils.atomic_write import atomic_write_text
 
 
 def export_adapter(weights: Weights, folder: Path) -> int:
     """Writes the adapters of a checkpoint as `adapter_model.safetensors` and `adapter_config.json`. The folder appears whole or not
     at all. Returns the size of the adapters in bytes."""
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} exists; choose another folder, or remove it")
+    refuse_existing(folder)
     layers = sorted(weights.adapted_layers) if isinstance(weights, CheckpointWeights) else []
     if not layers or not isinstance(weights, CheckpointWeights):
         raise UserError(f"{weights.path} has no LoRA adapters; omit --adapter to export the model")

@@ -11,9 +11,9 @@ from titanlike.config.shipped import train_command
 from titanlike.distributed import environment
 from titanlike.tools.arguments import non_negative_int
 from titanlike.tools.cli.command import add_command
+from titanlike.tools.output_files import refuse_existing, write_text
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
-from titanlike.utils.atomic_write import atomic_write_text
 
 DESCRIPTION = """\
 Writes a recipe for this machine and data, with a comment on each key. The planner chooses the layout. The model is the largest that
@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = arguments.path
     if path.suffix != ".toml":
         raise UserError(f"{path}: give the name of a .toml file")
-    if path.exists():
-        raise UserError(f"{path} exists; choose another file, or remove it")
+    refuse_existing(path)
     num_gpus = system.num_gpus() if arguments.gpus is None else arguments.gpus
     if num_gpus > environment.MAX_PROCESSES:
         raise UserError(f"--gpus {num_gpus}: give at most {environment.MAX_PROCESSES:,}")
@@ -58,10 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     values = new_recipe.new_recipe(source, num_gpus, hardware, arguments.model)
     where = f"{num_gpus} x {hardware.name}" if num_gpus else "one process on a CPU"
     heading = f"Written by `titanlike init` for {where}. `{train_command()} --help all` describes all keys."
-    try:
-        atomic_write_text(path, new_recipe.commented(values, heading))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; choose another file") from None
+    write_text(path, new_recipe.commented(values, heading))
     training = values["training"]
     tokens = training["steps"] * training["global_batch_size"] * training["seq_len"]
     print(f"wrote {path} for {where}: {values['model']['name']} {values['model']['size']}, {tokens:,} tokens")

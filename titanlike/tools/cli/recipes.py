@@ -16,6 +16,7 @@ from titanlike.config.shipped import shipped_recipes, train_command
 from titanlike.recipe.load import joined
 from titanlike.run.start import program_of
 from titanlike.tools.cli.command import add_command
+from titanlike.tools.output_files import refuse_existing, writing
 
 DESCRIPTION = """\
 Lists the shipped recipes, or copies one with its program. The copied recipe runs the copied program, which has its name. Replaces
@@ -65,19 +66,16 @@ def _copy(arguments: argparse.Namespace) -> None:
     recipe = target if target.suffix == ".toml" else target / f"{Path(name).name}.toml"
     program = recipe.with_suffix(".py")
     for path in (recipe, program):
-        if path.exists():
-            raise UserError(f"{path} exists; choose another name, as in {recipe.with_name('mine.toml')}, or remove it")
+        refuse_existing(path)
     text = found[name].read_text()
     if "extends" in tomli.loads(text):
         text = "\n".join([*_comment(text), joined(found[name], program=recipe.stem)])
     else:
         text = re.sub("^program = .*", f"program = {json.dumps(recipe.stem)}", text, flags=re.MULTILINE)
         text = re.sub("^#:.*\n", "", text)
-    try:
+    with writing(target):
         recipe.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(program_of(found[name]).read_text())
         recipe.write_text(text)
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; choose another folder") from None
     print(f"wrote {program} and {recipe}, which names it")
     print(f"next  {train_command()} {shlex.quote(str(recipe))}")

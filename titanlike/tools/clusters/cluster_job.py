@@ -11,6 +11,7 @@ from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import name_of, program_of
+from titanlike.tools.output_files import writing
 from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_program
 
 MIN_GRACE = 60  # seconds
@@ -46,14 +47,12 @@ class ClusterJob:
 
     def write(self, folder: Path, files: Mapping[str, str]) -> None:
         """Writes files into a folder that is new or empty. Raises `UserError` if it is not."""
-        try:
+        with writing(folder, "--out"):
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()):
                 raise UserError(f"--out {folder} is not empty; choose another folder, or remove it")
             for name, text in files.items():
                 (folder / name).write_text(text)
-        except OSError as error:
-            raise UserError(f"--out {folder}: {error.strerror}; choose another folder") from None
 
 
 def make_job(

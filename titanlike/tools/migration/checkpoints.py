@@ -2,7 +2,6 @@
 one."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.run.run_dir import RunDirectory, recipe_as_json, versions
 from titanlike.tools.migration.dcp import DCPFolder, write_dcp
 from titanlike.tools.migration.parameter_map import Part, megatron_parts, torchtitan_parts
+from titanlike.tools.output_files import refuse_existing
 from titanlike.utils.rng import generator_states, seed_generators
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -255,8 +255,7 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
     """Writes a checkpoint of a run as one of torchtitan, which `torch.distributed.checkpoint` reads: weights, the state of AdamW,
     the learning-rate schedule and the step. Returns what was exported."""
     recipe, step = weights.metadata.recipe, weights.metadata.step
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} exists; choose another folder, or remove it")
+    refuse_existing(folder)
     if weights.adapted_layers:
         raise UserError(f"{weights.path} has LoRA adapters; export a Hugging Face folder, which has them merged")
     parts = torchtitan_parts(weights.config, ())

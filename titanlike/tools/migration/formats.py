@@ -9,7 +9,7 @@ from titanlike.config.shipped import train_command
 from titanlike.recipe.load import is_torchtitan, parse
 from titanlike.tools.migration import hugging_face, megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
-from titanlike.utils.atomic_write import atomic_write_text
+from titanlike.tools.output_files import refuse_existing, write_text
 
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt", "")
 
@@ -59,11 +59,7 @@ def import_recipe(source: Path, recipe: Path, num_gpus: int | None, env: Mapping
             f"{name} has no training in it: `titanlike plan {name} --gpus N` prices it, and `titanlike import` takes its "
             "folder, with the weights"
         )
-    if recipe.exists():
-        raise UserError(f"{recipe} exists; choose another file, or remove it")
-    try:
-        atomic_write_text(recipe, job.text())
-    except OSError as error:
-        raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
+    refuse_existing(recipe)
+    write_text(recipe, job.text())
     check = f"check it with {train_command()} {recipe} --check {num_gpus or job.num_gpus or 'N'}"
     print("\n".join([f"{recipe}: written from {source}", *job.summary(), check]))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import UserError
+from titanlike.tools.output_files import write_text, writing
 from titanlike.tools.planning.hardware import Hardware, hardware_of
 from titanlike.utils import system
-from titanlike.utils.atomic_write import atomic_write_text
 
 if TYPE_CHECKING:
     import torch
@@ -65,13 +65,9 @@ def calibrate(
 
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise UserError(f"--calibrate {path} is not a TOML file in a directory that exists; give such a path")
-    try:
+    with writing(path, "--calibrate"), tempfile.TemporaryFile(dir=path.parent):  # before what takes minutes
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass  # before what takes minutes
-    except OSError as error:
-        raise _cannot_write(path, error) from None
     steps = ["matmuls", "attention", "memory", "links"]
 
     def progress(text: str) -> None:
@@ -92,14 +88,7 @@ def calibrate(
     _links(description, timer, base, local)
     on_progress("links", len(steps), len(steps))
     if process_group.is_main():
-        try:
-            atomic_write_text(path, "\n".join(description.lines) + "\n")
-        except OSError as error:
-            raise _cannot_write(path, error) from None
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"--calibrate {path} cannot be written: {error.strerror}; give another path")
+        write_text(path, "\n".join(description.lines) + "\n", "--calibrate")
 
 
 def fit_half(rates: Mapping[int, float], power: int) -> tuple[float, float]:

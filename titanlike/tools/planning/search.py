@@ -18,6 +18,7 @@ from titanlike.config.layout import SCHEDULES
 from titanlike.models.moe.config import MoeConfig
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.load import dump
+from titanlike.tools.output_files import write_text
 from titanlike.tools.planning.advice import Check, may_fit
 from titanlike.tools.planning.changes import (
     CHECKPOINTING_MODES,
@@ -33,7 +34,6 @@ from titanlike.tools.planning.plan import Plan, available_memory, least_seconds,
 from titanlike.tools.planning.ranges import range_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
-from titanlike.utils.atomic_write import atomic_write_text
 
 MAX_CONTEXT = 64
 MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication
@@ -241,10 +241,7 @@ def write_recipe(path: Path, original: Path, overrides: Mapping[str, str], best:
         f"{FIRST_LINE} for {best.plan.job.num_gpus} x {best.plan.hardware.name}: "
         f"{best.plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU planned.{rounding}\n"
     )
-    try:
-        atomic_write_text(path, comment + dump(values))
-    except OSError as error:
-        raise UserError(f"--write {path}: {error.strerror}; choose another file") from None
+    write_text(path, comment + dump(values), "--write")
 
 
 def refuse_to_replace(path: Path) -> None:
