@@ -19,6 +19,7 @@ import psutil
 from titanlike.config.shipped import recipe_path
 from titanlike.distributed.launch_config import child_environment
 from titanlike.run.run_dir import versions
+from titanlike.tools.programs import options_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,13 +50,6 @@ def titanlike(*words: object) -> str:
     command = [sys.executable, "-m", "titanlike.tools.cli.main", *map(str, words)]
     environment = child_environment({"NPROC": "1", "PYTHONPATH": str(ROOT)})
     return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def options_of(overrides: Mapping[str, Any]) -> list[str]:
-    """Returns the options of a command line for overrides of a recipe."""
-    return [
-        f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in overrides.items()
-    ]
 
 
 def losses(records: Iterable[Mapping[str, Any]], name: str = "loss") -> dict[int, float]:

@@ -13,17 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, options_of, script
+from benchmarks.common import ROOT, script
 from benchmarks.common import table as table_of
+from titanlike.tools.programs import ONLY_STEPS, options_of
 
 OVERRIDES = options_of(
-    {
-        "training.steps": 2,
-        "schedule.warmup_steps": 0,
-        "metrics.interval": 1,
-        "validation.interval": 0,
-        "sample.tokens": 0,
-    }
+    ONLY_STEPS | {"training.steps": 2, "schedule.warmup_steps": 0, "metrics.interval": 1, "checkpoint.enabled": True}
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import tomli
 from pydantic import TypeAdapter
@@ -32,6 +33,12 @@ SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "distill.py": DistillRecipe,
 }
 
+ONLY_STEPS: dict[str, Any] = {
+    "validation.interval": 0, "evaluation.interval": 0, "sample.interval": 0, "sample.tokens": 0, "checkpoint.enabled": False,
+    "checkpoint.export": "none", "metrics.trackers": [], "metrics.tensorboard_dir": "",
+}  # fmt: skip
+"""Keys of a short run that trains, and does nothing else."""
+
 
 def recipe_types() -> dict[str, type[PretrainRecipe]]:
     """Returns the recipe types of the shipped programs by name."""
@@ -46,8 +53,7 @@ def load_known(
     program = program_of(path, values.pop("program", None))
     if program in SHIPPED:
         return load(SHIPPED[program], path, values, on_ignored=on_ignored)
-    arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
-    return known_sections(run_program(program, *arguments, "--resolved"))
+    return known_sections(run_program(program, str(path), *options_of(overrides), "--resolved"))
 
 
 def effective_overrides(path: Path, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -59,6 +65,16 @@ def effective_overrides(path: Path, overrides: Mapping[str, str]) -> dict[str, s
             idle = {each.key for each in idle_keys(load_known(path, overrides))} & overrides.keys()
     kept = {key: value for key, value in overrides.items() if key not in idle}
     return effective_overrides(path, kept) if idle else kept
+
+
+def options_of(values: Mapping[str, Any]) -> list[str]:
+    """Returns the options of a command line that set these keys of a recipe."""
+    return [f"--{key}={toml(value)}" for key, value in values.items()]
+
+
+def toml(value: Any) -> str:
+    """Returns the value of a key as a command line has it."""
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)
 
 
 def run_program(program: Path, *arguments: str) -> str:

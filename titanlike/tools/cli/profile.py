@@ -16,6 +16,8 @@ from titanlike.config.base import shown
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.recipe import PretrainRecipe
 from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
+from titanlike.tools.output_files import refuse_existing
+from titanlike.tools.programs import ONLY_STEPS, options_of
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
@@ -34,12 +36,9 @@ is not run again.
 
 STEPS, FIRST_TRACED, NUM_TRACED = 10, 6, 3
 # Only what trains: nothing else is in the time of a step. The schedule has no effect on it, and must be valid for ten steps.
-OVERRIDES = {
-    "training.steps": STEPS, "training.batch_ramp": "[]", "schedule.warmup_steps": 0, "schedule.decay": "none",
-    "schedule.decay_ratio": 0, "validation.interval": 0, "evaluation.interval": 0, "sample.interval": 0, "sample.tokens": 0,
-    "checkpoint.enabled": "false", "checkpoint.export": "none", "metrics.interval": 1, "metrics.trackers": "[]",
-    "metrics.tensorboard_dir": "",
-    "profiling.steps": f"[{FIRST_TRACED}]", "profiling.num_steps": NUM_TRACED,
+OVERRIDES = ONLY_STEPS | {
+    "training.steps": STEPS, "training.batch_ramp": [], "schedule.warmup_steps": 0, "schedule.decay": "none",
+    "schedule.decay_ratio": 0, "metrics.interval": 1, "profiling.steps": [FIRST_TRACED], "profiling.num_steps": NUM_TRACED,
 }  # fmt: skip
 
 # Parts of a plan that a trace cannot tell apart, and the part of a trace that contains them.
@@ -107,12 +106,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
     """Runs the recipe's program for ten steps."""
-    if folder.exists():
-        raise UserError(f"{folder} exists; give another --out")
+    refuse_existing(folder)
     ours = OVERRIDES | {"profiling.ranks": f"[{arguments.ranks}]", "run.dir": folder.parent, "run.name": folder.name}
     launcher = REPOSITORY / "titanlike/run/launch.py"
-    command = [sys.executable, str(launcher), str(arguments.path), *overrides]
-    command += [f"--{key}={value}" for key, value in ours.items()]
+    command = [sys.executable, str(launcher), str(arguments.path), *overrides, *options_of(ours)]
     done = subprocess.run(command, stdout=sys.stderr if arguments.json else None, check=False)
     if done.returncode:
         sys.exit(done.returncode)

@@ -12,7 +12,7 @@ from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.output_files import writing
-from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_program
+from titanlike.tools.programs import SHIPPED, known_sections, load_known, options_of, run_program
 
 MIN_GRACE = 60  # seconds
 EXIT_MARGIN = 30  # seconds between the end of the processes and the end of the job
@@ -99,7 +99,7 @@ def make_job(
     }
     if program in SHIPPED:
         keys["program"] = program.stem
-    arguments = [str(path), *(f"--{key}={value}" for key, value in keys.items())]
+    arguments = [str(path), *options_of(keys)]
     planned_on = [f"--metrics.hardware={hardware}"] if hardware else []
     planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", *planned_on)
     resolved = run_program(program, *arguments, "--resolved")

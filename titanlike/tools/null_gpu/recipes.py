@@ -24,7 +24,7 @@ from titanlike.run.start import program_of
 from titanlike.tools.null_gpu import library, record
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory
-from titanlike.tools.programs import load_known
+from titanlike.tools.programs import ONLY_STEPS, load_known, options_of
 
 GPUS = {
     1: ("debug", "distill_debug", "dpo_debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b",
@@ -43,7 +43,7 @@ GPUS_OF = {name: gpus for gpus, names in GPUS.items() for name in names}
 STEPS = 4
 SHORT = (
     "--data.source=synthetic", "--tokenizer.encoding=bytes", "--schedule.warmup_steps=1", f"--training.steps={STEPS}",
-    "--checkpoint.enabled=false", "--checkpoint.initial=", "--sample.tokens=0", "--validation.interval=0", "--metrics.trackers=[]",
+    "--checkpoint.initial=", *options_of(ONLY_STEPS),
 )  # fmt: skip
 COLUMNS = (
     "recipe", "GPUs", "allocated GiB", "planned GiB", "difference", "reserved GiB", "planned reserved GiB", "reserved difference",

@@ -1,6 +1,5 @@
 """`titanlike verify`: compares a layout with one process, numerically, by running the recipe's own program on a small model."""
 
-import json
 import math
 import re
 import subprocess
@@ -20,6 +19,7 @@ from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.metrics_file import read_records
+from titanlike.tools.programs import options_of, toml
 from titanlike.tools.verify.batches import Batches, first_difference, read_batches
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.small_recipe import fitting_batch, float8_off, shrink
@@ -95,7 +95,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
         checked = _run([*arguments, "--check", str(processes)], 1)
         if checked.returncode:  # the batch is replaced by one that fits, and float8 is disabled
             small = fitting_batch(values["parallelism"], processes) | float8_off(values)
-            _checked(_run([*arguments, *_as_options(small), "--check", str(processes)], 1))
+            _checked(_run([*arguments, *options_of(small), "--check", str(processes)], 1))
     except UserError as error:
         environment.fail(error)
     title = " x ".join(f"{name} {chosen[name]}" for name in LAYOUT_KEYS if chosen[name] != "1") or "one process"
@@ -109,7 +109,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     for key, value in smaller.items():
         before = values[key.partition(".")[0]].get(key.partition(".")[2])
         if before != value and key.partition(".")[0] not in NOT_SHOWN:
-            print(f"  {key:<28} {_toml(before)} -> {_toml(value)}")
+            print(f"  {key:<28} {toml(before)} -> {toml(value)}")
     if missing := [f"optimizer.{key}" for key in ("lr", "eps") if key not in values.get("optimizer", {})]:
         print(
             f"  {' and '.join(missing)}: not in this recipe; an optimizer that amplifies rounding may require --tolerance"
@@ -129,7 +129,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
         for name, number, changes in (("one", 1, smaller | alone), ("layout", processes, smaller)):
             record = Path(folder, f"batches-{name}")
             record.mkdir()
-            done = _run([*arguments, *_as_options(changes | {"run.dir": folder, "run.name": name})], number, record)
+            done = _run([*arguments, *options_of(changes | {"run.dir": folder, "run.name": name})], number, record)
             if done.returncode == 2:  # a mistake in the recipe, not a difference
                 raise UserError(f"the small version of the recipe is refused: {_message(done)}")
             if done.returncode:
@@ -180,10 +180,6 @@ def _checked(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def _as_options(values: dict[str, Any]) -> list[str]:
-    return [f"--{key}={_toml(value)}" for key, value in values.items()]
-
-
 def _run(words: Sequence[str], processes: int, record: Path | None = None) -> subprocess.CompletedProcess[str]:
     launch = REPOSITORY / "titanlike/run/launch.py"
     return subprocess.run(
@@ -196,10 +192,6 @@ def _run(words: Sequence[str], processes: int, record: Path | None = None) -> su
         text=True,
         check=False,
     )
-
-
-def _toml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _message(done: subprocess.CompletedProcess[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from titanlike.config.distill import RANDOM
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import Data, Float8, Tokenizer, is_chat_source
+from titanlike.tools.programs import ONLY_STEPS
 
 
 def fitting_batch(parallelism: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -79,22 +80,17 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "activation_checkpoint.offload": False,
         "parallelism.async_tensor_parallel": False,
         "run.device": "cpu",
+        **ONLY_STEPS,
         "checkpoint.initial": "",  # the small model has other shapes
         "checkpoint.enabled": True,
         "checkpoint.interval": 0,
         "checkpoint.dir": "",  # not where the runs of the recipe are
         "checkpoint.resume_from": 0,
-        "checkpoint.export": "none",
         "validation.interval": steps,
         "validation.batches": 2,
-        "evaluation.interval": 0,
         "evaluation.tasks": [],
         "evaluation.data": [],
-        "sample.tokens": 0,
-        "sample.interval": 0,
         "metrics.interval": 1,
-        "metrics.trackers": [],
-        "metrics.tensorboard_dir": "",
         "metrics.prometheus": "",
     }
     if has_pairs:

@@ -16,7 +16,7 @@ from titanlike.run.checks import check_recipe
 from titanlike.run.hooks import registered
 from titanlike.run.start import program_of
 from titanlike.tools.clusters.cluster_job import extras_of
-from titanlike.tools.programs import SHIPPED, known_sections, run_program
+from titanlike.tools.programs import SHIPPED, known_sections, options_of, run_program
 
 RECIPE = "recipe.toml"
 LIBRARY = ("titanlike/**/*.py", "titanlike/hardware/*.toml", f"{PROGRAMS.relative_to(REPOSITORY)}/*.py")
@@ -66,7 +66,7 @@ def make_bundle(
         check_recipe(recipe, num_processes)
     else:
         # The program's own sections are unknown here, so the program checks its recipe itself.
-        arguments = [str(path), *(f"--{key}={value}" for key, value in job_keys(overrides).items())]
+        arguments = [str(path), *options_of(job_keys(overrides))]
         run_program(program, *arguments, f"--check={num_processes}")
         recipe = known_sections(run_program(program, *arguments, "--resolved"))
     tokenizer = Path(recipe.tokenizer.encoding)
