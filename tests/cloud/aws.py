@@ -14,7 +14,7 @@ from botocore.exceptions import EndpointConnectionError
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
 
-from titanlike.tools.clusters.sagemaker.request import TIMESTAMP, Job, request_for
+from titanlike.tools.clusters.sagemaker.request import TIMESTAMP, TrainingJob, request_for
 from titanlike.tools.clusters.sagemaker.service import Clients
 from titanlike.tools.planning.hardware import load_hardware
 
@@ -67,7 +67,7 @@ class Aws:
             "role": f"arn:aws:iam::{ACCOUNT}:role/job",
             "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/image:1",
         } | changes
-        job = Job(run=run, timestamp=timestamp, region=REGION, bucket=BUCKET, prefix=prefix, **settings)
+        job = TrainingJob(run=run, timestamp=timestamp, region=REGION, bucket=BUCKET, prefix=prefix, **settings)
         request = request_for(job)
         key = f"{prefix}/code/{job.name}/request.json"
         self.clients.s3.put_object(Bucket=BUCKET, Key=key, Body=json.dumps(request).encode())

@@ -1,12 +1,12 @@
 """Settings of jobs."""
 
-from titanlike.tools.clusters.sagemaker.request import Job
+from titanlike.tools.clusters.sagemaker.request import TrainingJob
 from titanlike.tools.planning.hardware import load_hardware
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 
 
-JOB = Job(
+JOB = TrainingJob(
     run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
     instance_type="ml.p5.48xlarge", hardware=load_hardware("ml.p5.48xlarge"), nodes=4,
     region="us-east-1", role=ROLE, bucket="example",

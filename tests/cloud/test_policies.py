@@ -8,7 +8,7 @@ from tests.cloud.aws import Aws
 from tests.cloud.settings import JOB
 from tests.launching import ROOT
 from titanlike.tools.clusters.sagemaker.jobs import active_job
-from titanlike.tools.clusters.sagemaker.request import Channel, Job, request_for
+from titanlike.tools.clusters.sagemaker.request import Channel, TrainingJob, request_for
 
 USER, ROLE = (json.loads((ROOT / f"sagemaker/policy_of_{name}.json").read_text()) for name in ("user", "role"))
 
@@ -48,7 +48,7 @@ def test_the_user_policy_allows_the_commands(aws: Aws) -> None:
 
 
 def test_the_role_policy_allows_only_the_job_locations() -> None:
-    job = Job(**{**vars(JOB), "bucket": "BUCKET", "channels": (Channel("data.path", "s3://BUCKET/tokens/c4"),)})
+    job = TrainingJob(**{**vars(JOB), "bucket": "BUCKET", "channels": (Channel("data.path", "s3://BUCKET/tokens/c4"),)})
     request = request_for(job)
     uris = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in request["InputDataConfig"]]
     assert len(uris) == 2

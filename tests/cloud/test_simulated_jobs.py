@@ -19,12 +19,12 @@ from tests.cloud.settings import STEPS, TINY
 from tests.forkserver import ROOT, Forked
 from titanlike.checkpoint.loader import read_whole
 from titanlike.tools.clusters.sagemaker.bundle import make_bundle
-from titanlike.tools.clusters.sagemaker.request import Job, request_for
+from titanlike.tools.clusters.sagemaker.request import TrainingJob, request_for
 from titanlike.tools.clusters.sagemaker.simulate import Simulation
 from titanlike.tools.planning.hardware import load_hardware
 
 DEBUG = ROOT / "train_configs/debug.toml"
-JOB = Job(
+JOB = TrainingJob(
     run="tiny", timestamp="20261122-101112", arguments=(),
     instance_type="ml.p5.48xlarge", hardware=load_hardware("ml.p5.48xlarge"), nodes=2,
     region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="example", image="image",

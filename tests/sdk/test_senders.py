@@ -23,14 +23,14 @@ import sagemaker_estimator as example
 from moto.server import ThreadedMotoServer
 
 from titanlike.tools.clusters.sagemaker import submit
-from titanlike.tools.clusters.sagemaker.request import ENTRY, Channel, Job, request_for
+from titanlike.tools.clusters.sagemaker.request import ENTRY, Channel, TrainingJob, request_for
 from titanlike.tools.planning.hardware import load_hardware
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
 
 
-JOB = Job(
+JOB = TrainingJob(
     run="run", timestamp="20261122-101112", arguments=("recipe.toml", "--sample.prompt=it's a $HOME"),
     instance_type="ml.p5.48xlarge", hardware=load_hardware("ml.p5.48xlarge"), nodes=4,
     region="us-east-1", role=ROLE, bucket="example",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanlike.tools.verify import comparison as phases
 from titanlike.tools.verify.comparison import Comparison, Difference, ProcessRecord, compare, difference_of
-from titanlike.tools.verify.finding import Diagnosis, first_finding, shown_factor, usual_cause
+from titanlike.tools.verify.diagnosis import Diagnosis, first_finding, shown_factor, usual_cause
 
 SIZES = {"data": 2, "tensor": 4}
 

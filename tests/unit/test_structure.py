@@ -36,8 +36,8 @@ LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "sweep", "verify"},
-    {"data", "harness", "planning", "programs", "trace"},
-    {"adapter", "arguments", "inference", "metrics_file", "rich_console", "schema"},
+    {"adapter", "data", "harness", "planning", "programs", "trace"},
+    {"arguments", "inference", "metrics_file", "output_files", "rich_console", "schema"},
 ]
 MAX_CORE_LINES = 28_668  # of the package without its tools; a change that adds to it says by how much, and why
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -26,7 +26,7 @@ from titanlike.config.base import nearest
 from titanlike.distributed import environment, process_group
 from titanlike.tools.verify import comparison as phases
 from titanlike.tools.verify.comparison import Comparison, ProcessRecord
-from titanlike.tools.verify.finding import Diagnosis, first_finding
+from titanlike.tools.verify.diagnosis import Diagnosis, first_finding
 from titanlike.tools.verify.options import parse_mesh, parse_tolerance
 from titanlike.tools.verify.record import Functions, batch_dimensions, record
 from titanlike.utils import system

@@ -19,7 +19,7 @@ from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import name_of
 from titanlike.tools.clusters.sagemaker.bundle import Bundle, make_bundle
 from titanlike.tools.clusters.sagemaker.options import IMAGES
-from titanlike.tools.clusters.sagemaker.request import TIMESTAMP, Channel, Job, request_for, with_job_keys
+from titanlike.tools.clusters.sagemaker.request import TIMESTAMP, Channel, TrainingJob, request_for, with_job_keys
 from titanlike.tools.clusters.sagemaker.service import NO_REGION
 from titanlike.tools.clusters.sagemaker.validation import job_errors, request_errors
 from titanlike.tools.planning.hardware import load_hardware
@@ -71,7 +71,7 @@ def launch(options: argparse.Namespace, recipe: Path, overrides: Mapping[str, st
     return 0
 
 
-def report(job: Job, bundle: Bundle) -> str:
+def report(job: TrainingJob, bundle: Bundle) -> str:
     """Returns what `--dry-run` prints: the job, its plan, its files, and the request."""
     request, num_gpus = request_for(job), job.nodes * job.hardware.gpus_per_node
     plan = plan_or_none(bundle.recipe, num_gpus, job.hardware)
@@ -106,7 +106,7 @@ def _validate(request: dict[str, Any]) -> str:
     return "valid according to botocore's model of the service"
 
 
-def make_job(options: argparse.Namespace, recipe: Path) -> Job:
+def make_job(options: argparse.Namespace, recipe: Path) -> TrainingJob:
     """Builds the job's settings from the options and the environment, without the arguments of its program."""
     is_offline = options.dry_run or options.simulate
     region = (
@@ -125,7 +125,9 @@ def make_job(options: argparse.Namespace, recipe: Path) -> Job:
         raise UserError(f"--checkpoints {checkpoints}: expected fsx://FILESYSTEM/MOUNT/FOLDER; the default is S3")
     instance_type = f"ml.{options.instance_type.removeprefix('ml.')}"
     run = options.run_name or name_of(recipe.stem)
-    settings = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
+    settings = {
+        field.name: getattr(options, field.name) for field in fields(TrainingJob) if hasattr(options, field.name)
+    }
     settings |= {
         "run": f"{run}-doctor" if options.doctor else run,
         "max_hours": DOCTOR_HOURS if options.doctor else options.max_hours,
@@ -144,7 +146,7 @@ def make_job(options: argparse.Namespace, recipe: Path) -> Job:
         "tags": dict(options.tags),
         "environment": dict(options.environment),
     }
-    return Job(**settings)
+    return TrainingJob(**settings)
 
 
 def bucket_of(options: argparse.Namespace) -> str:
@@ -172,7 +174,7 @@ def parse_channels(values: Sequence[tuple[str, str]]) -> list[Channel]:
     return channels
 
 
-def recipe_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
+def recipe_errors(recipe: PretrainRecipe, job: TrainingJob) -> Iterator[str]:
     """Yields an error for each local path that the job could not read, and each key that it sets itself or cannot have."""
     mounted = {channel.key for channel in job.channels}
     data = recipe.data

@@ -15,7 +15,7 @@ IMAGES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of SageMaker to those of all launchers. Names in the namespace are the names of `Job`'s fields."""
+    """Adds the options of SageMaker to those of all launchers. Names in the namespace are the names of `TrainingJob`'s fields."""
     repeatable: Any = {"action": "append", "default": []}
     add = parser.add_argument_group("mode (default: submit the job)").add_argument
     add("--simulate", action="store_true", help="run the job locally on the CPU, with hosts on loopback")

@@ -81,7 +81,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """All settings of a job."""
 
     run: str
@@ -133,7 +133,7 @@ def base_name(prefix: str, run: str) -> str:
     return re.sub("[^a-zA-Z0-9]+", "-", f"{prefix}-{run}").strip("-")
 
 
-def request_for(job: Job) -> dict[str, Any]:
+def request_for(job: TrainingJob) -> dict[str, Any]:
     """Returns the `CreateTrainingJob` request of a job."""
     channels = [Channel(CODE, job.code), *job.channels, *([job.checkpoints] if job.checkpoints else [])]
     resources = {
@@ -171,7 +171,7 @@ def request_for(job: Job) -> dict[str, Any]:
     return _drop_empty(request)
 
 
-def container_arguments(job: Job) -> list[str]:
+def container_arguments(job: TrainingJob) -> list[str]:
     """Returns the recipe, the keys that depend on SageMaker's paths, and the user's overrides unchanged."""
     recipe, *overrides = job.arguments
     given = {key.removeprefix("--"): value for key, _, value in (override.partition("=") for override in overrides)}
@@ -180,7 +180,7 @@ def container_arguments(job: Job) -> list[str]:
     return [recipe, *(f"--{k}={v}" for k, v in with_job_keys(job, given).items())]
 
 
-def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
+def with_job_keys(job: TrainingJob, overrides: Mapping[str, str]) -> dict[str, str]:
     """Returns the keys that depend on SageMaker's paths, and the user's overrides, except for keys that a channel provides."""
     paths: dict[str, list[str]] = {}
     for channel in job.channels:
@@ -198,7 +198,7 @@ def with_job_keys(job: Job, overrides: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in (defaults | mounted).items() if key not in given} | given
 
 
-def container_environment(job: Job) -> dict[str, str]:
+def container_environment(job: TrainingJob) -> dict[str, str]:
     """Returns the container's environment variables; the user's values take precedence."""
     variables = {"NCCL_DEBUG": "WARN"}
     if job.hardware.efa and job.nodes > 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.tools.clusters.sagemaker.jobs import TIMESTAMP_SUFFIX, active_job
-from titanlike.tools.clusters.sagemaker.request import Job, request_for
+from titanlike.tools.clusters.sagemaker.request import TrainingJob, request_for
 from titanlike.tools.clusters.sagemaker.service import Clients, NotFound, readable_errors
 from titanlike.tools.clusters.sagemaker.validation import request_errors
 
@@ -49,7 +49,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def upload_and_submit(clients: Clients, job: Job, bundle: "Bundle", sender: str) -> str:
+def upload_and_submit(clients: Clients, job: TrainingJob, bundle: "Bundle", sender: str) -> str:
     """Uploads the files, with the request beside them, and submits the request. Returns the job's name."""
     check_bucket(clients, job.bucket)
     if active := active_job(clients, job.run, job.prefix):

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from titanlike.config.base import shown
-from titanlike.tools.clusters.sagemaker.request import Job, container_arguments
+from titanlike.tools.clusters.sagemaker.request import TrainingJob, container_arguments
 
 ARN = r"arn:aws[a-z-]*"
 PATTERNS = {
@@ -25,7 +25,7 @@ PATTERNS = {
 }
 
 
-def job_errors(job: Job) -> Iterator[str]:
+def job_errors(job: TrainingJob) -> Iterator[str]:
     """Yields one sentence for each invalid setting."""
     for name, (pattern, expected) in PATTERNS.items():
         value = getattr(job, name)
