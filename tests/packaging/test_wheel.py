@@ -120,7 +120,14 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     missing = [line for line in run("titanlike doctor").splitlines() if line.startswith("missing")]
     assert all(line.endswith("(optional)") for line in missing)
 
-    # A job of SageMaker, and a sweep whose trials are such jobs.
+    # A job of each kind by the same command, and a sweep whose trials are jobs of SageMaker.
+    for words, file, content in (
+        ("slurm", "job.sbatch", "#SBATCH --nodes=2"),
+        ("kubernetes --image registry/titanlike:1 --claim training", "jobset.yaml", "kind: JobSet"),
+    ):
+        run(f"titanlike launch {words} debug --nodes 2 --gpus-per-node 1 --out launch --dry-run")
+        assert content in (work / "launch" / file).read_text()
+        shutil.rmtree(work / "launch")
     job = run("titanlike launch sagemaker debug --nodes 2 --training.global_batch_size=16 --dry-run")
     assert '"InstanceCount": 2' in job and "titanlike/recipes/pretrain.py" in run(
         'python -c "from titanlike.tools.clusters.sagemaker.bundle import LIBRARY; print(LIBRARY)"'

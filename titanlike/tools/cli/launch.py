@@ -205,7 +205,8 @@ def _write_with_wheel(job: ClusterJob, folder: Path, files: Callable[[str], dict
 
 def _submit(arguments: argparse.Namespace, job: ClusterJob, folder: Path, command: list[str]) -> int:
     print(job.planned.rstrip())
-    print(f"wrote {folder}/{{{','.join(sorted(file.name for file in folder.iterdir()))}}}; run {job.recipe.run.name}")
+    files = ", ".join(sorted(file.name for file in folder.iterdir()))
+    print(f"wrote {folder}: {files}; run {job.recipe.run.name}")
     if arguments.dry_run:
         print(f"to submit: {shlex.join(command)}")
         return 0
