@@ -207,7 +207,7 @@ LABELS = torch.arange(16)
 IN_FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
     "1 + weight": filled(UnitOffsetRMSNorm(32)),
     "rotary embeddings": lambda x: apply_rope(
-        x.view(2, 4, 8, 8), rotary_angles(TINY_LLAMA, torch.arange(100, 108)[None]), 0.7
+        x.view(2, 8, 4, 8), rotary_angles(TINY_LLAMA, torch.arange(100, 108)[None]), 0.7
     ),
     "soft cap": lambda x: Logits(x, soft_cap=3.0).bounded(),
     "logits of experts": lambda x: filled(Router(dataclasses.replace(TINY_QWEN3_MOE, router_scale=2.4)))(x).weights,
@@ -248,8 +248,8 @@ def test_rotary_angles_equal_those_of_published_models(theta: float, head_dim: i
     frequencies = [published_frequency(i, head_dim, theta, factor, 8192) for i in range(head_dim // 2)]
     angles = positions[0].float()[:, None] * torch.stack(frequencies).repeat(2)
     cos, sin = rotary_angles(config, positions)
-    assert torch.equal(cos[0, 0], angles.cos())
-    assert torch.equal(sin[0, 0], angles.sin())
+    assert torch.equal(cos[0, :, 0], angles.cos())
+    assert torch.equal(sin[0, :, 0], angles.sin())
 
 
 SIZES = [

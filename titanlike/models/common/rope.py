@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rotary_angles(config: Any, position_ids: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine (B, 1, T, E) of the rotary angles of a `LlamaFamilyConfig` at positions (B, T), in float32.
+    """Returns cosine and sine (B, T, 1, E) of the rotary angles of a `LlamaFamilyConfig` at positions (B, T), in float32.
     Blocks with sliding-window attention (`local`) may have a base of their own, and no scaling.
 
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
@@ -23,14 +23,17 @@ def rotary_angles(config: Any, position_ids: Tensor, *, local: bool = False) -> 
     frequencies = 1.0 / theta**exponents  # (E/2,)
     if config.rope_scaling != 1.0 and not (local and config.rope_local_theta):
         frequencies = scaled_frequencies(frequencies, theta, config)
-    angles = position_ids.float()[:, None, :, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): both halves of a head rotate by the same angles
+    angles = position_ids.float()[:, :, None, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)  # (B, T, 1, E): both halves of a head rotate by the same angles
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
-    """Rotates each pair of channels (first half, second half of a head) by its position's angle, and multiplies them by `scale`,
-    in float32."""
+    """Rotates each pair of channels (first half, second half of a head) of heads (B, T, H, E) by its position's angle, and
+    multiplies them by `scale`, in float32.
+
+    Before heads are transposed to (B, H, T, E): after that, compiled code would copy the gradients into another order.
+    """
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)

@@ -85,12 +85,12 @@ class LatentAttention(nn.Module):
         self.register_module("latent_cache", None)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
-        q = self.queries(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, E)
+        q = self.queries(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         q_nope = q_nope if self.query_scale == 1.0 else q_nope * self.query_scale
-        q = torch.cat((q_nope, apply_rope(halves(q_rope), rope, self.query_scale)), dim=-1)
+        q = torch.cat((q_nope, apply_rope(halves(q_rope), rope, self.query_scale)), dim=-1).transpose(1, 2)
         latent, k_rope = self.wkv_a(x).split((self.rank, self.rope_dim), dim=-1)  # (B, T, R), (B, T, P)
-        latent, k_rope = self.kv_norm(latent), apply_rope(halves(k_rope[:, None]), rope)
+        latent, k_rope = self.kv_norm(latent), apply_rope(halves(k_rope[:, :, None]), rope).transpose(1, 2)
         if self.latent_cache is None:
             k, v = self.expand(latent, k_rope)
             h = self.attend(q, k, v, mask)  # (B, H, T, V)

@@ -83,11 +83,11 @@ class GemmaAttention(Attention):
         self.attend = DotProductAttention(soft_cap=config.attention_soft_cap, window=window)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, E)
+        q, k, v = self.heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        h = self.attend(apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask)  # (B, H, T, E)
+        heads = (each.transpose(1, 2) for each in (apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v))
+        h = self.attend(*heads, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 

@@ -55,9 +55,8 @@ class SinkAttention(Attention):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         q, k, v = self.heads(x)
-        h = self.attend(
-            apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask, self.sinks()
-        )  # (B, H, T, E)
+        heads = (each.transpose(1, 2) for each in (apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v))
+        h = self.attend(*heads, mask, self.sinks())  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 

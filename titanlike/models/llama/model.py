@@ -120,13 +120,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         q, k, v = self.heads(x)
-        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)  # (B, H, T, E)
+        heads = (each.transpose(1, 2) for each in (apply_rope(q, rope), apply_rope(k, rope), v))
+        h = self.attend(*heads, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries (B, H, T, E), keys and values (B, K, T, E)."""
+        """Returns queries (B, T, H, E), keys and values (B, T, K, E)."""
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         return q, k, v
 
 

@@ -45,6 +45,5 @@ class NormedAttention(Attention):
         self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
-        return q, k, v
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
