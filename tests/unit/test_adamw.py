@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from titanlike.config.optimizer import Optimizer
 from titanlike.optim.low_precision_adamw import (
@@ -262,3 +263,34 @@ def test_no_step_is_far_above_that_of_float32(state_dtype: str, seed: int) -> No
     gradients[..., 0] = 10.0 ** (decades / 2)  # a steady element defines the scale of its block
     found, expected = steps(gradients, state_dtype, betas)
     assert found[expected.abs() <= 1.0].abs().max() <= 3.0
+
+
+@pytest.mark.parametrize(("dtype", "num_steps"), [(torch.float32, 4), (torch.bfloat16, 1)])
+def test_the_kernel_of_gpus_clips_and_updates_as_torch_does(
+    dtype: torch.dtype, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, which truncates to bfloat16: weights of several programs, of one, and of sizes and places that are
+    not aligned."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="needs a torch with Triton")
+    from titanlike.optim import fused_adamw
+
+    monkeypatch.setattr(fused_adamw, "_update", interpreter.InterpretedFunction(fused_adamw._update.fn))
+    options: dict[str, Any] = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    weights = [torch.randn(size)[start:].to(dtype) for size, start in ((9000, 0), (16, 0), (7, 0), (4113, 1))]
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    expected = [[value.float().clone() for value in each] for each in (weights, *moments)]
+    steps, counts = ([torch.tensor(0.0) for _ in weights] for _ in range(2))
+    for step in range(num_steps):
+        present = slice(step % 2, None)  # steps of parameters differ
+        gradients = [torch.randn(len(weight)).to(dtype) for weight in weights[present]]
+        factor = torch.tensor(0.3 if step else 1.0)
+        lists = [each[present] for each in (weights, *moments)]
+        fused_adamw.update(lists[0], gradients, *lists[1:], steps[present], factor, **options)
+        lists = [each[present] for each in expected]
+        scaled = [gradient.float() * factor for gradient in gradients]
+        adamw(lists[0], scaled, *lists[1:], [], counts[present], amsgrad=False, maximize=False, fused=True, **options)
+    assert steps == counts
+    rtol = 1e-5 if dtype == torch.float32 else 1e-2
+    for found, reference in zip((weights, *moments), expected, strict=True):
+        for one, other in zip(found, reference, strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=rtol, atol=1e-6)

@@ -1,5 +1,6 @@
 """Gradient norms over all shards and pipeline stages, and gradient clipping."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -49,10 +50,16 @@ def unscale_gradients(model: nn.Module, loss_scale: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scales gradients in place, whose global norm is `norm`, to a norm of at most `max_norm`."""
-    foreach_mul_(_local_gradients(model), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def clip_gradients(
+    model: nn.Module, norm: Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Scales gradients, whose global norm is `norm`, to a norm of at most `max_norm`: in place or, where `optimizer` has a
+    `scale_in_step`, in its next step."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    later = optimizer.scale_in_step(factor) if hasattr(optimizer, "scale_in_step") else set()
+    if now := _local_gradients(model, later):
+        foreach_mul_(now, factor)
 
 
-def _local_gradients(model: nn.Module) -> list[Tensor]:
-    return [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+def _local_gradients(model: nn.Module, excluded: Collection[Tensor] = ()) -> list[Tensor]:
+    return [local_tensor(p.grad) for p in model.parameters() if p.grad is not None and p not in excluded]

@@ -41,6 +41,15 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.step()
         return loss
 
+    def scale_in_step(self, factor: Tensor) -> set[Tensor]:
+        """Multiplies gradients by `factor` in the next step of the optimizers that can. Returns their parameters."""
+        return {
+            parameter
+            for one in self.optimizers
+            if hasattr(one, "scale_in_step")
+            for parameter in one.scale_in_step(factor)
+        }
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, and what an optimizer has besides them."""
         for optimizer in self.optimizers:

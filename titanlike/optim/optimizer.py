@@ -1,6 +1,7 @@
 """The optimizer of a recipe: AdamW, Muon for the matrices of blocks, and the rule of the biases that balance experts."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def _build_adamw(
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
-        return AdamW(groups, **options, fused=True)
+        on_gpu = any(local_tensor(parameter).is_cuda for parameter in model.parameters())
+        return AdamW(groups, **options, fused=not (on_gpu and find_spec("triton")))
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:
         copies = copies_of(model)  # equal seeds keep them equal
@@ -81,8 +83,21 @@ class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` on local shards, as plain tensors.
 
     The update is elementwise, so results are the same. DTensor dispatch would take up to half a second in the first step,
-    and cannot update parameters on different meshes together, such as experts beside the rest of a block.
+    and cannot update parameters on different meshes together, such as experts beside the rest of a block. Without `fused`, weights
+    on GPUs are updated by a kernel that also clips their gradients.
     """
+
+    _factor: Tensor | None = None
+
+    def scale_in_step(self, factor: Tensor) -> set[Tensor]:
+        """Multiplies gradients by `factor` in the next step, if that is free. Returns the parameters for which it is."""
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        found = set(filter(self._has_kernel, parameters))
+        self._factor = factor if found else None
+        return found
+
+    def _has_kernel(self, parameter: Tensor) -> bool:
+        return parameter.is_cuda and not self.defaults["fused"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -97,5 +112,11 @@ class AdamW(torch.optim.AdamW):
             }
             beta1, beta2 = group["betas"]
             local: list[Any] = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
-            adamw(*local, beta1=beta1, beta2=beta2, **options)
+            if lists[0] and self._has_kernel(lists[0][0]):
+                from titanlike.optim import fused_adamw
+
+                fused_adamw.update(*local[:4], local[5], self._factor, beta1=beta1, beta2=beta2, **options)
+            else:
+                adamw(*local, beta1=beta1, beta2=beta2, **options)
+        self._factor = None
         return loss

@@ -209,7 +209,7 @@ class Run:
         as `training.non_finite` says. Resets the gradients."""
         with self._monitor.model_statistics(self.step, self._model):
             if self._guard.should_step(self.step, loss.mean, loss.share, norms, loss.count):
-                clip_gradients(self._model, norms.total, self.recipe.training.max_norm)
+                clip_gradients(self._model, norms.total, self.recipe.training.max_norm, optimizer)
                 optimizer.step()
         optimizer.zero_grad()
         self._metrics = self._guard.metrics | getattr(optimizer, "metrics", {})
