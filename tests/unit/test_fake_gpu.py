@@ -51,6 +51,10 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "gradient of the head": (
         lambda: chunked.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16)), {"addmm": 1, "mm": 0}
     ),
+    "its first chunk": (
+        lambda: chunked.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16), replace=True),
+        {"addmm": 0, "mm": 1, "add": 0, "_to_copy": 0},
+    ),
 }  # fmt: skip
 
 

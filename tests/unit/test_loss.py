@@ -1,6 +1,7 @@
 """The chunked linear cross-entropy against `F.cross_entropy` of the full logits."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.training import Operations
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
-from titanlike.losses import IGNORE
+from titanlike.losses import IGNORE, chunked, cross_entropy
 from titanlike.losses.chunked import compiled
 from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
 from titanlike.losses.own import check_loss
@@ -238,6 +239,28 @@ def test_in_bfloat16_the_scale_is_not_rounded(scale: float) -> None:
     once = torch.autograd.grad(linear_cross_entropy(x, weight, labels), weight)[0].float()
     scaled = torch.autograd.grad(linear_cross_entropy(x, weight, labels) * scale, weight)[0].float()
     assert (scaled * once).sum() / once.square().sum() == pytest.approx(scale, rel=3e-4)
+
+
+@pytest.mark.parametrize("auxiliary", [None, (1, 0.3)])
+@pytest.mark.parametrize("starts_from_factor", [True, False])
+def test_gradients_with_a_factor_are_those_without(
+    starts_from_factor: bool, auxiliary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the pass over the logits multiplies by what the backward pass starts from."""
+    monkeypatch.setattr(cross_entropy, "factor_of", lambda logits: chunked._factor)
+    factor = torch.tensor(1 / 3000)
+    found = []
+    for context in (nullcontext(), chunked.gradient_factor(factor)):
+        x, weight, labels = inputs()
+        with context:
+            loss = linear_cross_entropy(x, weight, labels, chunk=7, z_loss=0.1, auxiliary=auxiliary)
+        with Operations() as operations:
+            loss.backward(factor if starts_from_factor else torch.tensor(0.7))
+        found.append((loss.detach(), x.grad, weight.grad))
+    assert chunked._factor is None
+    assert operations.counts["mul"] == (0 if starts_from_factor else 2)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_in_bfloat16_many_chunks_are_as_exact_as_one() -> None:

@@ -8,7 +8,8 @@ is cast, and both exist for a moment.
 Shapes: B sequences, T tokens, N = B * T, D model dimension, V vocabulary, or this rank's shard of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,6 +65,28 @@ def slices(first: int, last: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 
+_factor: Tensor | None = None
+
+
+@contextmanager
+def gradient_factor(factor: Tensor) -> Iterator[None]:
+    """Lets losses in this context multiply their gradients by the number that the backward pass will start from, in a pass over
+    the logits that they make anyway: then none over the gradients of the hidden states and of the weight is left."""
+    global _factor
+    _factor = factor
+    try:
+        yield
+    finally:
+        _factor = None
+
+
+def factor_of(logits: Logits) -> Tensor | None:
+    """Returns the `gradient_factor` that a loss of these logits multiplies by. In float16 it would underflow; and a CPU computes
+    more than it moves."""
+    x = logits.x
+    return None if _factor is None or not x.is_cuda or x.dtype == torch.float16 or logits.weight is None else _factor
+
+
 def chunked_loss(
     logits: Logits,
     compute: Compute,
@@ -71,6 +94,7 @@ def chunked_loss(
     *,
     finish: Callable[[Sums], Sums] = tuple,
     retain_graph: bool = False,
+    factor: Tensor | None = None,
 ) -> Sums:
     """Returns the sums of what `compute` returns for each chunk. Only the first one, the loss, has a gradient.
 
@@ -78,13 +102,14 @@ def chunked_loss(
         finish: makes the loss and the others of the sums. Default: these are the sums.
         retain_graph: allows several backward passes, which take another buffer of the size of the weight. Otherwise the first one
             overwrites the gradients that the forward pass computed, and autograd raises an error in the second.
+        factor: what `compute` has multiplied the gradient by.
     """
     needs_grad = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (logits.x, logits.weight)
     )
     # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
     inplace = not (retain_graph or torch.compiler.is_compiling())
-    return _ChunkedLoss.apply(*_rows(logits), chunks, compute, finish, needs_grad, inplace)
+    return _ChunkedLoss.apply(*_rows(logits), chunks, compute, finish, needs_grad, inplace, factor)
 
 
 def chunked_token_losses(logits: Logits, compute: ComputeTokens, chunk: int) -> Tensor:
@@ -114,21 +139,28 @@ class _ChunkedLoss(torch.autograd.Function):
         finish: Callable[[Sums], Sums],
         needs_grad: bool,
         inplace: bool,
+        factor: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         found, gradients = _run(x, weight, bias, chunks, compute, needs_grad)
         sums = tuple(finish([_sum(values) for values in zip(*found, strict=True)]))
         ctx.inplace, ctx.dtypes = inplace, [None if each is None else each.dtype for each in (x, weight, bias)]
+        ctx.factor = factor
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(*(each for each in sums[1:] if each is not None))
         return sums
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = (
-            None if gradient is None else scaled(gradient, scale, dtype, inplace=ctx.inplace)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return *gradients, *[None] * 5
+        found = list(zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        if scale is ctx.factor:
+            gradients = [None if gradient is None else gradient.to(dtype) for gradient, dtype in found]
+        else:
+            rest = scale if ctx.factor is None else scale / ctx.factor
+            gradients = [
+                None if gradient is None else scaled(gradient, rest, dtype, inplace=ctx.inplace)
+                for gradient, dtype in found
+            ]
+        return *gradients, *[None] * 6
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -163,7 +195,9 @@ def _run(
         # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
         x_grad = x.clone() if used is None else torch.empty_like(x)
         if weight is not None and weight.requires_grad:
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32 if len(chunks) > 1 else weight.dtype)
+            dtype = torch.float32 if len(chunks) > 1 else weight.dtype
+            # On GPUs, the product of the first chunk replaces what is there.
+            weight_grad = (torch.empty_like if weight.is_cuda else torch.zeros_like)(weight, dtype=dtype)
         if bias is not None and bias.requires_grad:
             bias_grad = torch.zeros_like(bias, dtype=torch.float32)
     found = []
@@ -178,7 +212,7 @@ def _run(
         elif x_grad is not None and gradient is not logits:
             x_grad[rows] = gradient
         if weight_grad is not None:
-            add_product(weight_grad, gradient.t(), x[rows])
+            add_product(weight_grad, gradient.t(), x[rows], replace=weight.is_cuda and rows is chunks[0])
         if bias_grad is not None:
             bias_grad += gradient.sum(0, dtype=torch.float32)
         del logits, gradient  # before the next chunk's are allocated
@@ -223,9 +257,13 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool
     return out
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `left @ right` to `total`, which may be in float32 while the factors are not."""
-    if total.dtype == left.dtype:
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:
+    """Adds `left @ right` to `total`, which may be in float32 while the factors are not, or replaces it."""
+    if replace and (total.dtype == left.dtype or torch.compiler.is_compiling()):
+        total.copy_(left @ right if total.dtype == left.dtype else torch.mm(left, right, out_dtype=total.dtype))
+    elif replace:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    elif total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.compiler.is_compiling():  # inductor of torch 2.14 does not have the next one
         total.add_(torch.mm(left, right, out_dtype=total.dtype))

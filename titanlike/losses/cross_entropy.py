@@ -18,6 +18,7 @@ from titanlike.losses.chunked import (
     chunked_loss,
     chunked_token_losses,
     compiled,
+    factor_of,
     first_token,
     reduced,
     slices,
@@ -78,16 +79,22 @@ class CrossEntropy:
         chunk, backend = (0, "") if logits.weight is None else (self.chunk, self.backend)
         function = compiled(cross_entropy_inplace, backend)
 
+        factor = factor_of(logits)
+
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor | None, ...], Tensor]:
             is_main = rows.start < num_main
             scale = None if is_main else torch.full_like(flat_labels[rows], weight, dtype=torch.float32)
+            if factor is not None:
+                scale = factor.expand(len(values)) if scale is None else scale * factor
             loss, z_term = function(values, flat_labels[rows], self.vocab_group, z_loss, logits.soft_cap, scale)
             if is_main:
                 return (loss, z_term, None), values
             return (None, None, loss if z_term is None else loss - z_term), values
 
         chunks = slices(0, num_main, chunk) + slices(num_main, len(flat_labels), chunk)
-        loss, z_term, auxiliary_loss = chunked_loss(logits, compute, chunks, retain_graph=self.retain_graph)
+        loss, z_term, auxiliary_loss = chunked_loss(
+            logits, compute, chunks, retain_graph=self.retain_graph, factor=factor
+        )
         assert loss is not None
         if self.terms is not None:
             num_labels = num_valid(labels[: len(labels) - number])

@@ -21,10 +21,10 @@ ALIGNMENT = 16  # bytes, and elements: loads of several elements
 
 
 @triton.jit
-def _update(
-    pointers: Any, chunks: Any, factor: Any, lr: Any, decay: Any, correction: Any, root: Any, beta1: Any, beta2: Any, eps: Any,
+def _update(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    pointers, chunks, factor, lr, decay, correction, root, beta1, beta2, eps,  # noqa: ANN001
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     index, part = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
     row = pointers + 5 * index
     size = tl.load(row + 4)

@@ -72,13 +72,13 @@ class MixedPrecisionLinear(nn.Linear):
 
 
 class MixedPrecisionEmbedding(nn.Embedding):
-    """An embedding that returns `compute_dtype`."""
+    """An embedding that returns `compute_dtype`. It casts the rows of the tokens, not the whole weight."""
 
     compute_dtype: torch.dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         options = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        return F.embedding(ids, self.weight.to(self.compute_dtype), *options)
+        return F.embedding(ids, self.weight, *options).to(self.compute_dtype)
 
 
 class MixedPrecisionRMSNorm(nn.RMSNorm):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlike.config.sections import Training
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
+from titanlike.losses.chunked import gradient_factor
 from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.models.common.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
@@ -110,14 +111,13 @@ def forward_backward(
             from titanlike.parallelisms.fsdp import accumulate_gradients
 
             batches = accumulate_gradients(model, microbatches, cast(Any, model).gradient_sync)
+        factor = torch.full_like(count, loss_scale, dtype=torch.float32) / count
         for batch in batches:
-            loss, sums = objective(model, batch)
-            loss = loss / count
-            loss.backward(torch.full_like(loss, loss_scale))
-            for name, value in (
-                {"loss": loss.detach()} | {name: total / count for name, total in sums.items()}
-            ).items():
-                totals[name] = totals.get(name, 0.0) + value
+            with gradient_factor(factor):
+                loss, sums = objective(model, batch)
+            loss.backward(factor.to(loss.dtype))
+            for name, value in {"loss": loss.detach(), **sums}.items():
+                totals[name] = totals.get(name, 0.0) + value / count
     unscale_gradients(model, loss_scale)
     means = torch.stack([*totals.values()])
     means = collectives.all_reduce_sum(means, [*mesh.loss_groups, mesh.pipeline.get_group()]).float()
