@@ -294,22 +294,3 @@ def test_the_kernel_of_gpus_clips_and_updates_as_torch_does(
     for found, reference in zip((weights, *moments), expected, strict=True):
         for one, other in zip(found, reference, strict=True):
             torch.testing.assert_close(one.float(), other, rtol=rtol, atol=1e-6)
-
-
-@pytest.mark.parametrize("aligned", [False, True])
-def test_the_kernel_compiles_for_a_gpu(aligned: bool) -> None:
-    compiler = pytest.importorskip("triton.compiler", reason="needs a torch with Triton")
-    from triton.backends.compiler import GPUTarget
-
-    from titanlike.optim.fused_adamw import DTYPES, SIZE, WARPS, _update
-
-    constants = {"DTYPE": DTYPES[torch.float32], "ALIGNED": aligned, "SIZE": SIZE}
-    types = dict.fromkeys(_update.arg_names, "fp32") | {"pointers": "*i64", "chunks": "*i32", "factor": "*fp32"}
-    source = compiler.ASTSource(
-        _update,
-        types | dict.fromkeys(constants, "constexpr"),
-        {(_update.arg_names.index(k),): v for k, v in constants.items()},
-    )
-    assert _update.cache_key  # reads what the function names, as a launch does
-    code = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
-    assert ("ld.global.v4" in code) == aligned  # loads of 16 bytes

@@ -212,7 +212,7 @@ def _run(
         elif x_grad is not None and gradient is not logits:
             x_grad[rows] = gradient
         if weight_grad is not None:
-            add_product(weight_grad, gradient.t(), x[rows], replace=weight.is_cuda and rows is chunks[0])
+            add_product(weight_grad, gradient.t(), x[rows], replace=weight_grad.is_cuda and rows is chunks[0])
         if bias_grad is not None:
             bias_grad += gradient.sum(0, dtype=torch.float32)
         del logits, gradient  # before the next chunk's are allocated

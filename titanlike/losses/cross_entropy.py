@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, N = B * T, V vocabulary, or this rank's shard of 
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -78,7 +79,10 @@ class CrossEntropy:
         num_main = len(flat_labels) - number * labels.shape[-1]  # tokens
         chunk, backend = (0, "") if logits.weight is None else (self.chunk, self.backend)
         function = compiled(cross_entropy_inplace, backend)
+        if backend and logits.x.is_cuda and self.vocab_group is None and not logits.soft_cap and find_spec("triton"):
+            from titanlike.losses import fused_cross_entropy
 
+            function = fused_cross_entropy.cross_entropy_inplace
         factor = factor_of(logits)
 
         def compute(values: Tensor, rows: slice) -> tuple[tuple[Tensor | None, ...], Tensor]:

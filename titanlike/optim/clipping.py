@@ -56,7 +56,7 @@ def clip_gradients(
     """Scales gradients, whose global norm is `norm`, to a norm of at most `max_norm`: in place or, where `optimizer` has a
     `scale_in_step`, in its next step."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    later = optimizer.scale_in_step(factor) if hasattr(optimizer, "scale_in_step") else set()
+    later: set[Tensor] = getattr(optimizer, "scale_in_step", lambda factor: set())(factor)
     if now := _local_gradients(model, later):
         foreach_mul_(now, factor)
 

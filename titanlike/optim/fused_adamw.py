@@ -21,7 +21,7 @@ ALIGNMENT = 16  # bytes, and elements: loads of several elements
 
 
 @triton.jit
-def _update(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _update(  # noqa: ANN202
     pointers, chunks, factor, lr, decay, correction, root, beta1, beta2, eps,  # noqa: ANN001
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip

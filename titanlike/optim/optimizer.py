@@ -115,7 +115,10 @@ class AdamW(torch.optim.AdamW):
             if lists[0] and self._has_kernel(lists[0][0]):
                 from titanlike.optim import fused_adamw
 
-                fused_adamw.update(*local[:4], local[5], self._factor, beta1=beta1, beta2=beta2, **options)
+                weights, gradients, means, squares, _, steps = local
+                fused_adamw.update(
+                    weights, gradients, means, squares, steps, self._factor, beta1=beta1, beta2=beta2, **options
+                )
             else:
                 adamw(*local, beta1=beta1, beta2=beta2, **options)
         self._factor = None

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from titanlike.parallelisms.blocks import Blocks, list_blocks
-from titanlike.utils.compat import allow_recompilations
+from titanlike.utils.compat import allow_recompilations, use_fast_exp
 
 
 def apply_compile(
@@ -20,6 +20,7 @@ def apply_compile(
         static_shapes: compiles again for other shapes. Otherwise, code that is called with a second shape, or by a second model
             of other sizes, is compiled for any shape, which is slower, and which attention does not support.
     """
+    use_fast_exp()
     if static_shapes:
         allow_recompilations()
     for block in list_blocks(blocks):

@@ -28,6 +28,7 @@ REQUIRED = (
     ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
     ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
     ("torch._dynamo", "disable", "expert parallelism"),
+    ("torch._inductor.config", "use_fast_math", "compile.mode on GPUs"),
     ("torch._dynamo.config", "recompile_limit", "two models of different sizes in one process, FlexAttention"),
     ("torch.cuda.memory", "_record_memory_history", "profiling.memory"),
     ("torch.cuda.memory", "_dump_snapshot", "profiling.memory"),
@@ -226,6 +227,12 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 def disable_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes a function from compiled code, like `torch.compiler.disable`, but without a wrapper around it."""
     return cast(Any, torch)._dynamo.disable(function, wrapping=False)
+
+
+def use_fast_exp() -> None:
+    """Lets the compiler's GPU kernels compute exponentials with the instruction for them, which rounds numbers below 1e-38 to 0."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.use_fast_math = True
 
 
 def allow_recompilations() -> None:
