@@ -93,6 +93,25 @@ def test_low_precision_state_is_small_and_trains(
     assert loss < max_loss_ratio * expected
 
 
+def test_an_update_scales_gradients_once() -> None:
+    updated = []
+    for scaled in (True, False):
+        model = TinyModel(torch.float32)
+        optimizer: Any = build_optimizer(model, Optimizer(state_dtype="8bit", lr=0.1))
+        assert optimizer.scale_in_step(torch.tensor(0.25)) == set()  # on a CPU
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                if step == 1 and scaled:
+                    parameter.grad *= 0.25  # rounds nothing
+            if step == 1 and not scaled:
+                optimizer._factor = torch.tensor(0.25)
+            optimizer.step()
+        updated.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *updated))
+
+
 @pytest.mark.parametrize(("state", "of_matrix"), [("bfloat16", torch.bfloat16), ("8bit", torch.uint8)])
 def test_dtypes_of_moments(state: Any, of_matrix: torch.dtype) -> None:
     """Those of vectors, and of matrices without whole blocks, have 8 bits in no mode."""

@@ -43,6 +43,13 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         super().__init__(parameters, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.state_dtype = state_dtype
         self.seeds = seeds
+        self._factor: Tensor | None = None
+
+    def scale_in_step(self, factor: Tensor) -> set[Tensor]:
+        """Multiplies gradients by `factor` in the next step, on GPUs, where that is free. Returns their parameters."""
+        found = {parameter for group in self.param_groups for parameter in group["params"] if parameter.is_cuda}
+        self._factor = factor if found else None
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -52,6 +59,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, group)
+        self._factor = None
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,7 +94,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                 step_seed, offset = derive_seed(seed, f"step {step:.0f}"), first * weight.shape[1]
                 bits = _random_bits(parameter, step_seed, offset, weight[rows].numel()).view_as(weight[rows])
             chunk = {name: value[rows] for name, value in moments.items()}
-            update(weight[rows], gradient[rows], chunk, scalars, bits, codebooks, beta1=beta1, beta2=beta2, eps=eps)
+            rest = (chunk, scalars, self._factor, bits, codebooks)
+            update(weight[rows], gradient[rows], *rest, beta1=beta1, beta2=beta2, eps=eps)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = {"step": torch.tensor(0.0)}
@@ -103,6 +112,7 @@ def _update(
     gradient: Tensor,
     state: dict[str, Tensor],
     scalars: Sequence[Tensor],
+    factor: Tensor | None,
     bits: Tensor | None,
     codebooks: dict[str, Tensor],
     *,
@@ -111,7 +121,7 @@ def _update(
     eps: float,
 ) -> None:
     lr, decay, correction1, correction2, least_square = scalars
-    gradient = gradient.float()
+    gradient = gradient.float() if factor is None else gradient.float() * factor
     mean = _dequantize(state, "exp_avg", codebooks).lerp(gradient, 1.0 - beta1)
     square = _dequantize(state, "exp_avg_sq", codebooks).lerp(gradient.square(), 1.0 - beta2)
     square = square.maximum(mean.square() * least_square)
