@@ -24,7 +24,6 @@ def add(commands: Any) -> None:
     """Adds `sweep` to the commands of `titanlike`."""
     parser = add_command(commands, "sweep", DESCRIPTION, run, overrides=ANY_KEYS)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml|FOLDER", help="sweep file, or folder of a sweep")
-    parser.add_argument("--table", action="store_true", help="print the table of the results so far, and start nothing")
     parser.add_argument("--dry-run", action="store_true", help="check the sweep and its space, and start nothing")
 
 
@@ -43,19 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(table(read_results(arguments.sweep)))
         return 0
     plan = load_sweep(arguments.sweep, overrides)
-    if arguments.table:
-        print(table(read_results(plan.path)))
-        return 0
-    from titanlike.tools.sweep.processes import run_command, slots
-    from titanlike.tools.sweep.scheduler import Interrupted, run_sweep
+    from titanlike.tools.sweep.scheduler import Interrupted, run_command, run_sweep, slots
 
     parallel = len(slots(plan))
     number = f"{plan.sweep.trials} trials, {parallel} at a time"
     print(f"sweep   {plan.path}: {number}, {plan.sweep.direction} {plan.sweep.metric}")
-    for dimension in plan.dimensions:
-        print(f"search  {dimension.key}: {dimension.describe()}")
+    for key, dimension in plan.dimensions.items():
+        print(f"search  {key}: {dimension.describe()}")
     if arguments.dry_run:
-        settings = {dimension.key: dimension.extremes()[0] for dimension in plan.dimensions}
+        settings = {key: dimension.extremes()[0] for key, dimension in plan.dimensions.items()}
         command = run_command(plan, 0, settings)
         print(f"command {shlex.join(command)}")
         if plan.sweep.resources.backend == "sagemaker":

@@ -1,24 +1,13 @@
 """The sweep file: its keys, and the checks of its search space before the first trial. Does not import torch or Optuna."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.config import UserError
-from titanlike.config.base import (
-    FilePath,
-    Name,
-    NonNegative,
-    Positive,
-    has_control_characters,
-    nearest,
-    section,
-    show_value,
-    shown,
-)
+from titanlike.config.base import FilePath, Name, NonNegative, Positive, nearest, section, show_value, shown
 from titanlike.config.schema import describe
 from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
@@ -29,9 +18,7 @@ from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, r
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
-RANGE_KEYS, VALUE_KEYS = ("low", "high", "log", "step"), ("values",)
 OWN_KEYS = ("program", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
-JOB_OF_TRIAL = "titanlike.tools.clusters.sagemaker.trial"
 
 
 @section
@@ -50,15 +37,15 @@ class Pruning:
 class Resources:
     """Where trials run, and how many at a time."""
 
-    backend: Literal["local", "sagemaker", "ray"] = "local"
-    """`local`: processes on this machine. `sagemaker`: one SageMaker job per trial. `ray`: a Ray cluster."""
+    backend: Literal["local", "sagemaker"] = "local"
+    """`local`: processes on this machine. `sagemaker`: one SageMaker job per trial."""
     gpus_per_trial: NonNegative = 1
     """GPUs of each trial. Without a GPU, trials run on the CPU."""
     processes_per_trial: NonNegative = 0
     """Processes of each trial. 0: one per GPU, or one on a CPU. A SageMaker job always has one per GPU of its instances; then this
     number is the one that the recipe is checked for before the first trial, and 0 omits that check."""
     parallel: NonNegative = 0
-    """Trials at a time. 0: as many as there are GPUs for; one on a CPU, with SageMaker and with Ray."""
+    """Trials at a time. 0: as many as there are GPUs for; one on a CPU and with SageMaker."""
     options: tuple[str, ...] = ()
     """Options of `titanlike launch sagemaker` for every job, such as "--nodes=4"."""
 
@@ -89,17 +76,39 @@ class Sweep:
     """One table for each key of the recipe to search over: `values`, or `low` and `high` with `log` and `step`."""
 
 
-@dataclass(frozen=True)
+@section
 class Dimension:
     """The values of one key of the recipe: a list, or a range."""
 
-    key: str
     values: tuple[Any, ...] = ()
-    low: float = 0
-    high: float = 0
+    """The values to choose from."""
+    low: int | float | None = None
+    """Smallest value of the range."""
+    high: int | float | None = None
+    """Largest value of the range. If both are integers, and the key is not a number with a fraction, so are all values."""
     log: bool = False
-    step: float | None = None
-    is_integer: bool = False
+    """Samples the logarithm."""
+    step: int | float | None = None
+    """Distance of two values. Default: 1 for integers, and any number between `low` and `high` otherwise."""
+
+    def problem(self) -> str:
+        """Returns what is wrong with the keys together, or an empty string."""
+        low, high, step = self.low, self.high, self.step
+        if self.values:
+            others = [name for name in ("high", "log", "low", "step") if getattr(self, name) not in (None, False)]
+            if others:
+                return f"values excludes {', '.join(others)}; use one of them"
+            twice = len(set(map(as_text, self.values))) < len(self.values)
+            return f"values = {show_value(self.values)} has a value twice; remove one" if twice else ""
+        if low is None or high is None:
+            return f"{'low' if low is None else 'high'} is missing; give low and high, or values = [...]"
+        if low > high:
+            return f"low = {low} is above high = {high}; exchange them"
+        if self.log and low <= 0:
+            return f"log = true requires low > 0, got {low}"
+        if step is not None and (self.log or step <= 0):
+            return f"step = {step} must be positive, and excludes log = true; change one of them"
+        return ""
 
     def extremes(self) -> tuple[str, ...]:
         """Returns all values of a list, or both ends of a range, as command-line values."""
@@ -120,8 +129,7 @@ class SweepPlan:
     sweep: Sweep
     file: Path
     recipe: Path
-    dimensions: tuple[Dimension, ...]
-    definition: Mapping[str, Any]  # what makes two sweeps the same
+    dimensions: Mapping[str, Dimension]  # by key
     known: PretrainRecipe  # the sections of the recipe that the shipped recipes have
 
     @property
@@ -137,6 +145,16 @@ class SweepPlan:
         """Returns the name of a trial's run."""
         return f"{self.sweep.name}-{number:03}"
 
+    def definition(self) -> dict[str, Any]:
+        """Returns everything that the results of the trials depend on."""
+        values: dict[str, Any] = {
+            key: getattr(self.sweep, key) for key in ("metric", "direction", "seed", "startup_trials")
+        }
+        values["pruning"] = asdict(self.sweep.pruning)
+        values["search"] = {key: asdict(dimension) for key, dimension in self.dimensions.items()}
+        values["recipe"] = read(self.recipe)[0]
+        return json.loads(json.dumps(values, default=str))
+
     def num_processes(self) -> int:
         """Returns the number of processes of a trial on this machine."""
         resources = self.sweep.resources
@@ -148,9 +166,6 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
     if not file.exists():
         raise UserError(f"{file}: sweep file not found; give a TOML file with a recipe and what to search over")
     sweep = load(Sweep, file, overrides)
-    for key, text in _texts("", asdict(sweep)):
-        if has_control_characters(text):  # it becomes part of commands and of best.toml
-            raise UserError(f"{file}: {shown(key)} = '{shown(text)}' contains control characters; remove them")
     if not sweep.recipe:
         raise UserError(f'{file}: recipe is missing; name the recipe of the trials, as in recipe = "debug.toml"')
     recipe = file.parent / recipe_path(sweep.recipe)
@@ -159,20 +174,11 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
             f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found; {similar_recipe(recipe)}"
         )
     sweep = replace(sweep, name=sweep.name or name_of(file.stem))
-    dimensions = tuple(_dimension(file, key, table) for key, table in _tables(sweep.search))
+    dimensions = {key: _dimension(file, key, table) for key, table in _tables(sweep.search)}
     if not dimensions:
         raise UserError(f'{file}: there is nothing to search over; add a table such as [search."optimizer.lr"]')
-    known = load_known(recipe, {})
-    problems = [*_metric_problems(file, sweep, known)]
-    plan = SweepPlan(
-        sweep,
-        file,
-        recipe,
-        dimensions,
-        _definition(sweep, recipe, dimensions),
-        known,
-    )
-    if problems := [*problems, *_space_problems(plan)]:
+    plan = SweepPlan(sweep, file, recipe, dimensions, load_known(recipe, {}))
+    if problems := [*_metric_problems(plan), *_space_problems(plan)]:
         raise UserError("\n".join(problems))
     return plan
 
@@ -192,15 +198,6 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else _toml(value)
 
 
-def _definition(sweep: Sweep, recipe: Path, dimensions: tuple[Dimension, ...]) -> dict[str, Any]:
-    """Returns everything that the results of the trials depend on."""
-    values = {name: getattr(sweep, name) for name in ("metric", "direction", "seed", "startup_trials")}
-    values["pruning"] = asdict(sweep.pruning)
-    values["search"] = [repr(dimension) for dimension in dimensions]
-    values["recipe"] = read(recipe)[0]
-    return json.loads(json.dumps(values, default=str))
-
-
 def _tables(search: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each dotted key and its table: [search."optimizer.lr"] and [search.optimizer.lr] are the same."""
     for name, table in search.items():
@@ -217,58 +214,18 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
         raise UserError(f"{where}: the sweep sets this key for each trial; remove the table")
     if not isinstance(table, dict):
         raise UserError(f"{where} = {show_value(table)} is not a table; give values = [...], or low and high")
-    for name in table:
-        if name not in RANGE_KEYS + VALUE_KEYS:
-            near = nearest(name, RANGE_KEYS + VALUE_KEYS)
-            remedy = f"did you mean {near}?" if near else f"the keys are {', '.join(VALUE_KEYS + RANGE_KEYS)}"
-            raise UserError(f"{where}: {shown(name)}: unknown key; {remedy}")
-    if "values" in table:
-        values = table["values"]
-        if len(table) > 1:
-            raise UserError(f"{where}: values excludes {', '.join(sorted(table.keys() - {'values'}))}; use one of them")
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{where}: values = {show_value(values)} must be a list with at least one value")
-        if len({as_text(value) for value in values}) < len(values):
-            raise UserError(f"{where}: values = {show_value(values)} has a value twice; remove one")
-        return Dimension(key, values=tuple(values))
-    low, high, log, step = (table.get(name) for name in RANGE_KEYS)
-    for name, number in (("low", low), ("high", high), *([("step", step)] if "step" in table else [])):
-        if number is None:
-            raise UserError(f"{where}: {name} is missing; give low and high, or values = [...]")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise UserError(f"{where}: {name} = {show_value(number)} must be a finite number")
-    if not isinstance(log, bool | None):
-        raise UserError(f"{where}: log = {show_value(log)} must be true or false")
-    assert low is not None and high is not None
-    if low > high:
-        raise UserError(f"{where}: low = {low} is above high = {high}; exchange them")
-    if log and low <= 0:
-        raise UserError(f"{where}: log = true requires low > 0, got {low}")
-    if step is not None and (log or step <= 0):
-        raise UserError(f"{where}: step = {step} must be positive, and excludes log = true; change one of them")
-    keys = (key for recipe_type in recipe_types().values() for key in describe(recipe_type))
-    types = {description.name: description.type for description in keys}
-    numbers = (low, high, *([] if step is None else [step]))
-    is_integer = all(isinstance(number, int) for number in numbers) and not types.get(key, "").startswith("number")
-    return Dimension(key, low=low, high=high, log=bool(log), step=step, is_integer=is_integer)
+    dimension = load(Dimension, Path(where), given=table)
+    if problem := dimension.problem():
+        raise UserError(f"{where}: {problem}")
+    types = {each.name: each.type for recipe_type in recipe_types().values() for each in describe(recipe_type)}
+    limits = {name: getattr(dimension, name) for name in ("low", "high", "step")}
+    if types.get(key, "").startswith("number") or any(isinstance(number, float) for number in limits.values()):
+        return replace(dimension, **{name: float(number) for name, number in limits.items() if number is not None})
+    return dimension
 
 
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields each text in a section, keys of tables too, with its dotted key."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            inner_key = f"{key}.{name}".removeprefix(".")
-            yield inner_key, name
-            yield from _texts(inner_key, inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(key, inner)
-
-
-def _metric_problems(file: Path, sweep: Sweep, recipe: PretrainRecipe) -> Iterator[str]:
-    metric = sweep.metric
+def _metric_problems(plan: SweepPlan) -> Iterator[str]:
+    file, recipe, metric = plan.file, plan.known, plan.sweep.metric
     if metric not in METRICS and not metric.startswith("evaluation/"):
         near = nearest(metric, METRICS)
         hint = f"did you mean {near}? " if near else ""
@@ -281,11 +238,11 @@ def _metric_problems(file: Path, sweep: Sweep, recipe: PretrainRecipe) -> Iterat
 
 def _space_problems(plan: SweepPlan) -> Iterator[str]:
     """Checks the recipe with each extreme of each key, beside the first one of the others. Yields the first problem of each key."""
-    first = {dimension.key: dimension.extremes()[0] for dimension in plan.dimensions}
+    first = {key: dimension.extremes()[0] for key, dimension in plan.dimensions.items()}
     found: set[str] = set()
-    for dimension in plan.dimensions:
+    for searched, dimension in plan.dimensions.items():
         for value in dimension.extremes():
-            setting = first | {dimension.key: value}
+            setting = first | {searched: value}
             if problem := _problem(plan, setting):
                 if problem not in found:
                     text = ", ".join(f"{key} = {shown(value)}" for key, value in setting.items() if key in problem)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,16 @@ RESULTS = "sweep.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial and its results so far."""
+    """A trial and its results so far, as `sweep.json` has them. Values that are not finite are None."""
 
-    number: int
-    settings: Mapping[str, str]  # of the searched keys, as on the command line
-    state: str  # running, complete, pruned or failed
+    trial: int  # its number
     value: float | None
-    values: Mapping[int, float]  # by step
+    settings: Mapping[str, str]  # of the searched keys, as on the command line
+    step: int  # the last one with a value
+    state: str  # running, complete, pruned or failed
     reason: str  # why it was pruned or failed
-
-    @property
-    def step(self) -> int:
-        """The last step with a value."""
-        return max(self.values, default=0)
+    run: str  # name
+    values: Mapping[int, float | None]  # by step
 
 
 def rank(trials: Sequence[Trial], direction: str) -> list[Trial]:
@@ -39,9 +36,9 @@ def rank(trials: Sequence[Trial], direction: str) -> list[Trial]:
     order = ("complete", "pruned", "failed", "running")
 
     def key(trial: Trial) -> tuple[float, ...]:
-        value = math.inf if trial.value is None or math.isnan(trial.value) else sign * trial.value
+        value = math.inf if trial.value is None else sign * trial.value
         # Pruned trials at different steps are not comparable: those that came further are first.
-        return order.index(trial.state), -trial.step if trial.state == "pruned" else 0, value, trial.number
+        return order.index(trial.state), -trial.step if trial.state == "pruned" else 0, value, trial.trial
 
     return sorted(trials, key=key)
 
@@ -69,10 +66,10 @@ def table(results: Mapping[str, Any]) -> str:
 def trial_line(trial: Trial, trials: Sequence[Trial], sweep: Sweep) -> str:
     """Returns a line about a trial that has ended."""
     if trial.state != "complete":
-        return f"trial {trial.number} {trial.state}: {trial.reason}"
-    best = rank(trials, sweep.direction)[0].number
-    place = "the best so far" if best == trial.number else f"the best is trial {best}"
-    return f"trial {trial.number} complete: {sweep.metric} {trial.value:.6g}, {place}"
+        return f"trial {trial.trial} {trial.state}: {trial.reason}"
+    best = rank(trials, sweep.direction)[0]
+    place = "the best so far" if best == trial else f"the best is trial {best.trial}"
+    return f"trial {trial.trial} complete: {sweep.metric} {trial.value:.6g}, {place}"
 
 
 def settings_text(settings: Mapping[str, str]) -> str:
@@ -83,21 +80,8 @@ def settings_text(settings: Mapping[str, str]) -> str:
 def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
     """Writes `sweep.json` and the recipe of the best complete trial."""
     sweep, ranked = plan.sweep, rank(trials, plan.sweep.direction)
-    rows = [
-        {
-            "trial": trial.number,
-            "value": _finite(trial.value),
-            "settings": dict(trial.settings),
-            "step": trial.step,
-            "state": trial.state,
-            "reason": trial.reason,
-            "run": plan.run_name(trial.number),
-            "values": {step: _finite(value) for step, value in trial.values.items()},
-        }
-        for trial in ranked
-    ]
     facts = {name: getattr(sweep, name) for name in ("name", "metric", "direction", "seed")}
-    results = {**facts, "file": str(plan.file), "importance": importance, "trials": rows}
+    results = {**facts, "file": str(plan.file), "importance": importance, "trials": [*map(asdict, ranked)]}
     atomic_write_text(plan.path / RESULTS, json.dumps(results, indent=1) + "\n", durable=False)
     if ranked and ranked[0].state == "complete":
         atomic_write_text(plan.path / "best.toml", best_recipe(plan, ranked[0]), durable=False)
@@ -106,11 +90,10 @@ def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[
 def read_results(path: Path) -> dict[str, Any]:
     """Returns the content of a sweep's `sweep.json`."""
     try:
-        results = json.loads((path / RESULTS).read_bytes())
-        table(results)
+        results: dict[str, Any] = json.loads((path / RESULTS).read_bytes())
     except OSError:
         raise UserError(f"{path} is not the directory of a sweep: it has no {RESULTS}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except ValueError:
         raise UserError(
             f"{path / RESULTS} is damaged; start the sweep again, which writes it from its journal"
         ) from None
@@ -119,20 +102,15 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def best_recipe(plan: SweepPlan, trial: Trial) -> str:
     """Returns the recipe of a trial as TOML."""
-    dimensions = {dimension.key: dimension for dimension in plan.dimensions}
     values = {
-        key: next((value for value in dimensions[key].values if as_text(value) == text), parse_value(text))
+        key: next((value for value in plan.dimensions[key].values if as_text(value) == text), parse_value(text))
         for key, text in trial.settings.items()
     }
     comment = (
-        f"# The recipe of trial {trial.number}, the best of the sweep {plan.sweep.name}: {plan.sweep.metric} {trial.value:.6g}.\n"
+        f"# The recipe of trial {trial.trial}, the best of the sweep {plan.sweep.name}: {plan.sweep.metric} {trial.value:.6g}.\n"
         f"# Searched: {', '.join(f'{key} = {text}' for key, text in trial.settings.items())}\n"
     )
     return comment + recipe_text(plan, values)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _short(text: str) -> str:

@@ -1,29 +1,142 @@
-"""Runs the trials of a sweep: starts, watches, prunes and stops them."""
+"""Runs the trials of a sweep, each in a process: starts, watches, prunes and stops them."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.base import printable
+from titanlike.config.shipped import REPOSITORY
+from titanlike.distributed import launch_config
 from titanlike.tools.metrics_file import read_records
+from titanlike.tools.programs import effective_overrides
 from titanlike.tools.sweep.config import SweepPlan, recipe_text
-from titanlike.tools.sweep.processes import STOPPED, TrialRun, slots, start_run, values_of
 from titanlike.tools.sweep.results import Trial, settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
 from titanlike.utils.atomic_write import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.live_line import LiveLine
+from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus
 
+JOB_OF_TRIAL = "titanlike.tools.clusters.sagemaker.trial"
+STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)]  # exit codes
 POLL_INTERVAL = 0.25  # seconds
+LOCK_POLL = 0.5
 KILL_DELAY = 30  # seconds after run.shutdown_timeout
-MAX_FAILURES = 3  # in a row from the start
-Start = Callable[[Trial, Mapping[str, str]], TrialRun]
+MAX_FAILURES = 3  # of the first trials, after which no other one starts
+
+
+class RunProcess:
+    """The run of a trial as a child process, whose output is in `RUN.log` beside the run directory. It resumes from its newest
+    checkpoint."""
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], log: Path, on_death: signal.Signals
+    ) -> None:
+        """Starts the command. It receives the signal `on_death` if this process dies."""
+        self.log = log
+        environment = launch_config.child_environment(variables)
+        environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        with log.open("ab") as output:
+            self._start = output.tell()
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C stops it through this process
+                preexec_fn=partial(signal_at_parent_death, os.getpid(), on_death),
+            )
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Requests that the run saves a checkpoint and ends."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends all processes of the run."""
+        if self.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def error(self) -> str:
+        """Returns the last error of the run's output, or its last line."""
+        text = self.log.read_bytes()[self._start :].decode(errors="replace")
+        lines = [printable(line) for line in text.splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        code = self.poll()
+        end = f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+        return f"{[*errors, *lines[-1:], 'no output'][0]} ({end})"
+
+
+def start_run(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> RunProcess:
+    """Starts the run of a trial with the variables of its slot, after the process of a killed sweep has left the run."""
+    folder = plan.run_path(number)
+    wait_for_lock(folder / "lock")
+    resources = plan.sweep.resources
+    is_job = resources.backend == "sagemaker" and "--simulate" not in resources.options
+    on_death = signal.SIGKILL if is_job else signal.SIGTERM  # a job continues, and the next process attaches to it
+    return RunProcess(run_command(plan, number, settings), variables, folder.with_name(f"{folder.name}.log"), on_death)
+
+
+def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> list[str]:
+    """Returns the command that starts or resumes the run of a trial."""
+    resources = plan.sweep.resources
+    own = {"run.dir": str(plan.path), "run.name": plan.run_name(number)}
+    if plan.known.checkpoint.dir and resources.backend != "sagemaker":
+        own["checkpoint.dir"] = f"{plan.known.checkpoint.dir.rstrip('/')}/{plan.sweep.name}"
+    effective = effective_overrides(plan.recipe, {**own, **settings})
+    overrides = [f"--{key}={value}" for key, value in effective.items()]
+    recipe = str(plan.path / "recipe.toml")
+    if resources.backend == "sagemaker":
+        return [sys.executable, "-m", JOB_OF_TRIAL, recipe, *resources.options, *overrides]
+    return [sys.executable, str(REPOSITORY / "titanlike/run/launch.py"), recipe, *overrides]
+
+
+def slots(plan: SweepPlan) -> list[dict[str, str]]:
+    """Returns the environment variables of each trial that runs at the same time."""
+    resources = plan.sweep.resources
+    if resources.backend != "local":
+        return [{}] * max(1, resources.parallel)
+    size = max(1, resources.gpus_per_trial)
+    gpus = visible_gpus() if resources.gpus_per_trial else []
+    parallel = resources.parallel or max(1, len(gpus) // size)
+    if gpus and parallel * size > len(gpus):
+        raise UserError(
+            f"resources.parallel = {parallel} and gpus_per_trial = {size} need {parallel * size} GPUs, but this machine has "
+            f"{len(gpus)}; reduce one of them"
+        )
+    processes = plan.num_processes()
+    shared = {"NPROC": str(processes), **(share_cores(parallel * processes) if parallel > 1 else {})}
+    firsts = range(0, parallel * size, size)
+    return [{**shared, "CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + size])} for first in firsts]
+
+
+def wait_for_lock(path: Path) -> None:
+    """Waits until no process trains in a run directory: a killed sweep's saves a checkpoint first."""
+    is_reported = False
+    while path.exists():
+        try:
+            FileLock(path).release()
+            return
+        except LockHeld as holder:
+            if not is_reported:
+                print(f"waiting for {holder}, which trains in {path.parent}", flush=True)
+            is_reported = True
+            time.sleep(LOCK_POLL)
 
 
 class Interrupted(Exception):
@@ -43,18 +156,7 @@ def run_sweep(plan: SweepPlan) -> None:
     try:
         study = Study(plan)
         atomic_write_text(plan.path / "recipe.toml", recipe_text(plan, {}))  # later changes do not affect the trials
-
-        if plan.sweep.resources.backend == "ray":
-            from titanlike.tools.sweep import ray_runs
-
-            ray_runs.connect()
-
-        def start(trial: Trial, variables: Mapping[str, str]) -> TrialRun:
-            if plan.sweep.resources.backend == "ray":
-                return ray_runs.RayRun(plan, trial.number, trial.settings)
-            return start_run(plan, trial.number, trial.settings, variables)
-
-        Scheduler(plan, study, start, slots(plan)).run()
+        Scheduler(plan, study, slots(plan)).run()
     finally:
         lock.release()
 
@@ -64,30 +166,24 @@ class Active:
     """A trial that runs."""
 
     trial: Trial
-    run: TrialRun
+    run: RunProcess
     started: float
-    file_state: tuple[int, int] = (0, 0)
+    size: int = 0  # of the metrics file, when it was read
     last_step: int = 0
     stop_at: float = 0.0  # when it is killed, after a request to stop
-
-    def request_stop(self, timeout: float) -> None:
-        """Requests a graceful shutdown, once."""
-        if not self.stop_at:
-            self.stop_at = time.monotonic() + timeout
-            self.run.stop()
 
 
 class Scheduler:
     """Runs all trials of a study that have not ended, then new ones up to the number of the sweep."""
 
-    def __init__(self, plan: SweepPlan, study: Study, start: Start, slots: list[dict[str, str]]) -> None:
-        self.plan, self.study, self.start, self.slots = plan, study, start, slots
+    def __init__(self, plan: SweepPlan, study: Study, slots: list[dict[str, str]]) -> None:
+        self.plan, self.study, self.slots = plan, study, slots
         self.active: dict[int, Active] = {}  # by slot
         self.line = LiveLine(plain_interval=30.0, transient=True)
         self.signal = 0
 
     def run(self) -> None:
-        """Returns when all trials have ended. Raises `Interrupted` after a signal, and `UserError` if every trial fails."""
+        """Returns when all trials have ended. Raises `Interrupted` after a signal."""
         unfinished = [trial for trial in self.study.trials() if trial.state == "running"]
         self._write()
         with self._signals():
@@ -111,60 +207,54 @@ class Scheduler:
         for slot, variables in enumerate(self.slots):
             if slot in self.active or self.signal:
                 continue
+            trials = self.study.trials()
+            states = [trial.state for trial in trials if trial.state != "running"]
+            all_failed = len(states) >= MAX_FAILURES and set(states) == {"failed"}
             if unfinished:
                 trial, verb = unfinished.pop(0), "resumes"
-            elif len(self.study.trials()) < self.plan.sweep.trials:
+            elif len(trials) < self.plan.sweep.trials and not all_failed:
                 trial, verb = self.study.create_trial(), "starts"
             else:
                 break
-            self.line.print(f"trial {trial.number} {verb}: {settings_text(trial.settings)}")
-            self.active[slot] = Active(trial, self.start(trial, variables), time.monotonic())
+            self.line.print(f"trial {trial.trial} {verb}: {settings_text(trial.settings)}")
+            run = start_run(self.plan, trial.trial, trial.settings, variables)
+            self.active[slot] = Active(trial, run, time.monotonic())
             has_started = True
         return has_started
 
     def _watch(self, slot: int) -> None:
-        active, number = self.active[slot], self.active[slot].trial.number
+        active, number = self.active[slot], self.active[slot].trial.trial
         code = active.run.poll()  # before the metrics are read: an ended run's are complete
         reason = self._report(active, force=code is not None)
-        if reason or self.signal:
-            active.request_stop(self.plan.known.run.shutdown_timeout + KILL_DELAY)
         if code is None:
+            if (reason or self.signal) and not active.stop_at:
+                active.stop_at = time.monotonic() + self.plan.known.run.shutdown_timeout + KILL_DELAY
+                active.run.stop()
             if active.stop_at and time.monotonic() > active.stop_at:
                 active.run.kill()
             return
         del self.active[slot]
         if code == 0:
             self.study.complete(number)
-        elif code in STOPPED or self.signal:
-            if not (reason or self.signal):
-                self.signal = max(1, code - 128)  # someone stopped this run, and so the sweep
-                return
-        else:
+        elif code not in STOPPED and not self.signal:
             self.study.fail(number, active.run.error())
-        trial = self.study.trials()[number]
-        if trial.state != "running":
-            self.line.print(trial_line(trial, self.study.trials(), self.plan.sweep))
+        elif not reason:
+            self.signal = self.signal or code - 128  # someone stopped this run, and so the sweep
+        trials = self.study.trials()
+        if trials[number].state != "running":
+            self.line.print(trial_line(trials[number], trials, self.plan.sweep))
         self._write()
-        self._refuse_to_continue(trial)
 
     def _report(self, active: Active, *, force: bool) -> str:
         """Reports new metrics of a run. Returns why it is pruned, or an empty string."""
-        metrics = self.plan.run_path(active.trial.number) / "metrics.jsonl"
-        state = _file_state(metrics)
-        if state == active.file_state and not force:
+        metrics = self.plan.run_path(active.trial.trial) / "metrics.jsonl"
+        size = metrics.stat().st_size if metrics.exists() else 0
+        if size == active.size and not force:
             return ""
-        active.file_state = state
+        active.size = size
         records = read_records(metrics)
         active.last_step = max((record["step"] for record in records), default=0)
-        return self.study.report(active.trial.number, values_of(records, self.plan.sweep.metric))
-
-    def _refuse_to_continue(self, trial: Trial) -> None:
-        ended = [one for one in self.study.trials() if one.state != "running"]
-        if trial.state == "failed" and len(ended) >= MAX_FAILURES and all(one.state == "failed" for one in ended):
-            raise UserError(
-                f"all of the first {len(ended)} trials failed, the last one because: {trial.reason}; correct this, delete "
-                f"{self.plan.path} and start the sweep again"
-            )
+        return self.study.report(active.trial.trial, records)
 
     def _write(self) -> None:
         write_results(self.plan, self.study.trials(), self.study.importance())
@@ -174,12 +264,12 @@ class Scheduler:
         trials = self.study.trials()
         lines = []
         for active in self.active.values():
-            trial = trials[active.trial.number]
+            trial = trials[active.trial.trial]
             steps = trial.settings.get("training.steps", str(self.plan.known.training.steps))
             value = "" if trial.value is None else f"  {self.plan.sweep.metric} {trial.value:.6g}"
             seconds = f"{time.monotonic() - active.started:.0f} s"
             state = "  stopping" if active.stop_at else ""
-            lines.append(f"trial {trial.number}  step {active.last_step}/{steps}{value}  {seconds}{state}")
+            lines.append(f"trial {trial.trial}  step {active.last_step}/{steps}{value}  {seconds}{state}")
         if lines:
             self.line.update("\n".join(lines))
 
@@ -203,11 +293,3 @@ class Scheduler:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _file_state(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns

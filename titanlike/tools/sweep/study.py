@@ -4,12 +4,13 @@ Suggestions and pruning are functions of the seed, the number of the trial and t
 of this process. The storage is a journal in the sweep's directory, which Optuna's dashboard reads as well.
 """
 
-import json
 import logging
 import math
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from titanlike.config import UserError
 from titanlike.tools.sweep.config import Dimension, SweepPlan, as_text
@@ -35,9 +36,9 @@ class Study:
         """Opens the storage, or creates it. Raises `UserError` if it has the trials of another sweep."""
         optuna.logging.set_verbosity(logging.ERROR)
         self.plan, self.sweep = plan, plan.sweep
-        self.distributions = {dimension.key: _distribution(dimension) for dimension in plan.dimensions}
+        self.distributions = {key: _distribution(dimension) for key, dimension in plan.dimensions.items()}
         plan.path.mkdir(parents=True, exist_ok=True)
-        self._storage = JournalStorage(_open_journal(plan.path / JOURNAL))
+        self._storage = _open_storage(plan.path / JOURNAL)
         self._study = optuna.create_study(
             study_name="sweep", storage=self._storage, direction=self.sweep.direction, load_if_exists=True
         )
@@ -59,40 +60,41 @@ class Study:
         copy = optuna.create_study(sampler=sampler, direction=self.sweep.direction)
         copy.add_trials([trial for trial in frozen if trial.state.is_finished()])
         suggested = copy.ask(self.distributions).params
-        template = optuna.create_trial(
-            state=TrialState.RUNNING, params=suggested, distributions=dict(self.distributions)
+        self._study.add_trial(
+            optuna.create_trial(state=TrialState.RUNNING, params=suggested, distributions=dict(self.distributions))
         )
-        self._storage.create_new_trial(self._id, template)
         return self.trials()[number]
 
-    def report(self, number: int, values: Sequence[tuple[int, float]]) -> str:
-        """Adds a running trial's values by step, in ascending order. Returns why it is pruned, or an empty string."""
-        frozen = self._frozen(number)
+    def report(self, number: int, records: Sequence[Mapping[str, Any]]) -> str:
+        """Adds what the run of a running trial has recorded. Returns why it is pruned, or an empty string."""
+        frozen, metric = self._frozen(number), self.sweep.metric
         if frozen.state.is_finished():
-            return self._reason(frozen)
-        for step, value in values:
+            return str(frozen.user_attrs["reason"])
+        values = {record["step"]: record[metric] for record in records if metric in record}
+        for step, recorded in sorted(values.items()):
             if step < max(frozen.intermediate_values, default=0):
                 continue  # was reported, and was no reason to prune
+            value = math.nan if recorded is None else float(recorded)
             if step not in frozen.intermediate_values:
                 self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
                 frozen = self._frozen(number)
             if reason := self._prune_reason(frozen, step, value):
-                self._finish(number, TrialState.PRUNED, reason=reason, values=[value] if math.isfinite(value) else None)
+                self._end(number, TrialState.PRUNED, reason)
                 return reason
         return ""
 
     def complete(self, number: int) -> None:
         """Ends a trial whose run has trained all steps. It fails without a value."""
-        frozen = self._frozen(number)
-        if not frozen.intermediate_values:
+        values = self._frozen(number).intermediate_values
+        if not values:
             self.fail(number, f"the run recorded no {self.sweep.metric}")
-        elif not frozen.state.is_finished():
-            self._finish(number, TrialState.COMPLETE, values=[frozen.intermediate_values[frozen.last_step or 0]])
+        else:
+            self._study.tell(number, values[max(values)], skip_if_finished=True)
 
     def fail(self, number: int, reason: str) -> None:
-        """Ends a trial whose run failed."""
+        """Ends a trial whose run failed, unless it was pruned."""
         if not self._frozen(number).state.is_finished():
-            self._finish(number, TrialState.FAIL, reason=reason)
+            self._end(number, TrialState.FAIL, reason)
 
     def importance(self) -> dict[str, float]:
         """Returns the importance of each key by PED-ANOVA; the sum is 1. Empty with fewer than four complete trials."""
@@ -121,38 +123,36 @@ class Study:
             f"{len(others)} complete trials at step {step}"
         )
 
-    def _finish(self, number: int, state: TrialState, reason: str = "", values: list[float] | None = None) -> None:
-        trial_id = self._trial_id(number)
-        if reason:  # before the state: a finished trial cannot change
-            self._storage.set_trial_user_attr(trial_id, "reason", reason)
-        self._storage.set_trial_state_values(trial_id, state, values)
+    def _end(self, number: int, state: TrialState, reason: str) -> None:
+        self._storage.set_trial_user_attr(self._trial_id(number), "reason", reason)  # a finished trial cannot change
+        self._study.tell(number, state=state)
 
     def _frozen(self, number: int) -> FrozenTrial:
-        return self._storage.get_trial(self._trial_id(number))
+        return self._study.get_trials(deepcopy=False)[number]
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _as_trial(self, frozen: FrozenTrial) -> Trial:
-        values = {step: frozen.intermediate_values[step] for step in sorted(frozen.intermediate_values)}
+        values = {
+            step: value if math.isfinite(value) else None for step, value in sorted(frozen.intermediate_values.items())
+        }
         return Trial(
-            number=frozen.number,
-            settings={key: as_text(frozen.params[key]) for key in self.distributions},
-            state=STATES.get(frozen.state, "running"),
+            trial=frozen.number,
             value=frozen.value if frozen.state.is_finished() else next(reversed(values.values()), None),
+            settings={key: as_text(frozen.params[key]) for key in self.distributions},
+            step=max(values, default=0),
+            state=STATES.get(frozen.state, "running"),
+            reason=frozen.user_attrs.get("reason", ""),
+            run=self.plan.run_name(frozen.number),
             values=values,
-            reason=self._reason(frozen) if frozen.state.is_finished() else "",
         )
-
-    @staticmethod
-    def _reason(frozen: FrozenTrial) -> str:
-        return str(frozen.user_attrs.get("reason", ""))
 
     def _check_definition(self) -> None:
         """Refuses to add trials to a sweep whose results are not comparable."""
-        now, before = self.plan.definition, self._study.user_attrs.get("definition")
+        now, before = self.plan.definition(), self._study.user_attrs.get("definition")
         if before is None:
-            self._storage.set_study_user_attr(self._id, "definition", now)
+            self._study.set_user_attr("definition", now)
             return
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
@@ -165,30 +165,22 @@ class Study:
 def _distribution(dimension: Dimension) -> BaseDistribution:
     if dimension.values:
         return CategoricalDistribution([as_text(value) for value in dimension.values])
-    if dimension.is_integer:
-        step = 1 if dimension.step is None else int(dimension.step)
-        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log, step=step)
-    return FloatDistribution(float(dimension.low), float(dimension.high), log=dimension.log, step=dimension.step)
+    low, high, step = dimension.low, dimension.high, dimension.step
+    assert low is not None and high is not None  # load_sweep has checked them
+    if isinstance(low, int):
+        return IntDistribution(low, int(high), log=dimension.log, step=int(step or 1))
+    return FloatDistribution(low, high, log=dimension.log, step=step)
 
 
-def _is_operation(line: bytes) -> bool:
-    """Whether a line of the journal is an operation of Optuna."""
-    try:
-        return {"op_code", "worker_id"} <= json.loads(line).keys()
-    except (ValueError, AttributeError, RecursionError):
-        return False
-
-
-def _open_journal(path: Path) -> JournalFileBackend:
+def _open_storage(path: Path) -> JournalStorage:
     """Opens the journal after a process may have been killed while it wrote to it. Raises `UserError` if it is damaged."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        content = content[: content.rfind(b"\n") + 1]
-        path.write_bytes(content)
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        if not _is_operation(line):
-            raise UserError(
-                f"{path}: line {number} is damaged; restore the file, or delete {path.parent} and start the sweep again"
-            )
-    return JournalFileBackend(str(path))
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+    try:
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} is damaged; restore the file, or delete {path.parent} and start the sweep again"
+        ) from None
