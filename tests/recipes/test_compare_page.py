@@ -15,7 +15,7 @@ import pytest
 from tests.crashes import Crash
 from tests.debian import require
 from titanlike.tools.comparison.page import page
-from titanlike.tools.comparison.runs import Runs
+from titanlike.tools.comparison.runs import load
 
 # The last option: the browser crashes where /dev/shm is small.
 OPTIONS = (
@@ -140,7 +140,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     number = next(i for i, line in enumerate(lines) if f'"step": {STEPS // 2},' in line)
     lines[number] = re.sub(r'"loss": [\d.]+', '"loss": null', lines[number])
     (folder / "run-1/metrics.jsonl").write_text("".join(lines))
-    return page(Runs().load([folder / "run-0", folder / "run-1"], keep=False))
+    return page(load([folder / "run-0", folder / "run-1"]))
 
 
 def test_the_page_in_a_browser(tmp_path: Path, text: str) -> None:

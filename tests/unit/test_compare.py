@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from tests.launching import Cli
-from titanlike.tools.comparison import reader
-from titanlike.tools.comparison.differences import differences
 from titanlike.tools.comparison.page import page
-from titanlike.tools.comparison.reader import TRAINING, VALIDATION, MetricsReader
-from titanlike.tools.comparison.runs import ComparedRun, Runs, find, unique_names
-from titanlike.tools.comparison.series import downsample, make_series, wall_seconds, without_repeated_steps
+from titanlike.tools.comparison.runs import ComparedRun, differences, find, load, unique_names
+from titanlike.tools.comparison.series import TRAINING, VALIDATION, Series, add_wall_time, make_series, of_kind
+from titanlike.tools.metrics_file import read_lines
 from titanlike.utils.file_lock import FileLock
 
 ROOT = Path(__file__).parents[2]
@@ -42,30 +40,21 @@ def make(folder: Path, lines: str, recipe: str = "[training]\nsteps = 3\n", **en
     return folder
 
 
-def load(*paths: Path) -> list[ComparedRun]:
-    return Runs().load(paths, keep=False)
+def loaded(*paths: Path) -> list[ComparedRun]:
+    return load(paths)
 
 
-def test_a_file_is_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "CHUNK", 50)  # lines that span several chunks
+def test_a_file_is_read_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsReader(path)
-    assert len(metrics.read()["step"]) == 0  # not there yet
+    assert read_lines(path) == ([], [])  # not there yet
     third = record(3, loss=None)
     path.write_text(record(1) + record(2) + third[:60])
-    assert metrics.read()["step"].tolist() == [1, 2]
+    records, damaged = read_lines(path)
+    assert [each["step"] for each in records] == [1, 2] and damaged == []
     with path.open("a") as file:
-        file.write(third[60:] + record(4).rstrip())  # complete, but for the line break
-    columns = metrics.read()
-    assert columns["step"].tolist() == [1, 2, 3, 4]
-    assert columns["loss"][[0, 1, 3]].tolist() == [4.0, 2.0, 1.0] and np.isnan(columns["loss"][2])
-    with path.open("a") as file:
-        file.write("\n" + record(5))
-    assert metrics.read()["step"].tolist() == [1, 2, 3, 4, 5] and metrics.damaged_lines == []
-    replacement = tmp_path / "new"  # as a resume does, which removes records
-    replacement.write_text("".join(map(record, (1, 2, 6, 7, 8, 9, 10))))
-    replacement.replace(path)
-    assert metrics.read()["step"].tolist() == [1, 2, 6, 7, 8, 9, 10]
+        file.write(third[60:].rstrip())  # complete, but for the line break
+    records, damaged = read_lines(path)
+    assert [each["loss"] for each in records] == [4.0, 2.0, None] and damaged == []
 
 
 def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +62,8 @@ def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, capsy
     path = make(tmp_path / "run", record(1) + damaged + '{"step": 2, "loss": NaN}\n\n' + record(3))
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "x": "\xff"}\n')
-    (run,) = load(path)
-    assert run.summary.damaged_lines == (2, 3, 4, 5)
+    (run,) = loaded(path)
+    assert run.summary.damaged_lines == (2, 3, 4, 5, 9)
     assert run.series["loss"].steps.tolist() == [1, 2, 3] and np.isnan(run.series["loss"].values[1])
 
 
@@ -82,19 +71,28 @@ def test_of_repeated_steps_the_later_record_counts(tmp_path: Path) -> None:
     first = "".join([record(1), record(2), validation(2, 9.0, 4.5), record(3), validation(3, 9.5, 6.5), record(4)])
     # Resumed at step 2, and stopped again at step 3.
     second = record(3, loss=7.0, elapsed_seconds=1.0) + validation(3, 8.0, 1.5)
-    (run,) = load(make(tmp_path / "run", first + second, "[training]\nsteps = 9\n"))
+    (run,) = loaded(make(tmp_path / "run", first + second, "[training]\nsteps = 9\n"))
     loss, validations = run.series["loss"], run.series["validation_loss"]
     assert (loss.steps.tolist(), loss.values.tolist()) == ([1, 2, 3], [4.0, 2.0, 7.0])
     assert (validations.steps.tolist(), validations.values.tolist()) == ([2, 3], [9.0, 8.0])
-    assert run.axis.seconds.tolist() == [2.0, 4.0, 9.0]  # 8 s of the first start, which includes the steps it lost
+    assert (3600 * run.axis["hours"]).tolist() == [
+        2.0,
+        4.0,
+        9.0,
+    ]  # 8 s of the first start, which includes the steps it lost
     summary = run.summary
     assert (summary.state, summary.step, summary.num_steps, summary.wall_seconds) == ("stopped", 3, 9, 9.5)
     assert (summary.best_validation_loss, summary.best_validation_step) == (8.0, 3)
 
 
 def test_wall_time_adds_up_over_starts() -> None:
-    elapsed = np.array([1.0, 2.0, np.nan, 0.5, 3.0, 1.0])
-    assert wall_seconds({"elapsed_seconds": elapsed})[[0, 1, 3, 4, 5]].tolist() == [1.0, 2.0, 2.5, 5.0, 6.0]
+    records = [{"elapsed_seconds": seconds} for seconds in (1.0, 2.0, None, 0.5, 3.0, 1.0)]
+    add_wall_time(records)
+    assert [each.get("seconds") for each in records] == [1.0, 2.0, None, 2.5, 5.0, 6.0]
+
+
+def series_of(values: np.ndarray, num_buckets: int) -> Series:
+    return make_series(np.arange(float(len(values))), values, num_buckets, averaged=False)
 
 
 def test_downsampling_keeps_spikes_and_non_finite_values_of_every_place() -> None:
@@ -104,30 +102,28 @@ def test_downsampling_keeps_spikes_and_non_finite_values_of_every_place() -> Non
             for value in (1e6, -1e6, np.nan, np.inf):
                 values = generator.normal(size=count)
                 values[place] = value
-                kept = downsample(values, 1000)
+                series = series_of(values, 1000)
+                kept = series.steps
                 assert place in kept and kept[0] == 0 and kept[-1] == count - 1
                 assert len(kept) <= 3002 and (np.diff(kept) > 0).all()
-    assert downsample(np.arange(2000.0), 1000).tolist() == list(range(2000))
-    assert len(downsample(np.full(100_000, np.nan), 100)) <= 202
+                assert np.array_equal(series.values, values[kept.astype(int)], equal_nan=True)
+    assert series_of(np.arange(2000.0), 1000).steps.tolist() == list(range(2000))
+    assert len(series_of(np.full(100_000, np.nan), 100).steps) <= 202
 
 
 def test_means_are_those_of_the_buckets() -> None:
-    values = np.arange(1.0, 10_001.0)
+    values = np.arange(1.0, 9_996.0)
     values[3] = np.nan
-    series = make_series(np.arange(1.0, 10_001.0), values, 100, averaged=True)
+    series = make_series(np.arange(1.0, 9_996.0), values, 100, averaged=True)
     assert len(series.means) == 100
-    assert series.means[0] == pytest.approx((5050 - 4) / 99) and series.means[99] == pytest.approx(9950.5)
-    assert series.mean_steps[[0, 99]].tolist() == [50.5, 9950.5]
+    assert series.means[0] == pytest.approx((5050 - 4) / 99) and series.means[99] == pytest.approx(9948.0)
+    assert series.mean_steps[[0, 99]].tolist() == [50.5, 9948.0]
 
 
 def test_validations_of_the_step_of_a_record_stay() -> None:
-    columns = {
-        "step": np.array([10.0, 10.0, 20.0]),
-        "kind": np.array([TRAINING, VALIDATION, TRAINING], dtype=float),
-        "elapsed_seconds": np.arange(3.0),
-    }
-    found = without_repeated_steps(columns)
-    assert found[TRAINING]["step"].tolist() == [10, 20] and found[VALIDATION]["step"].tolist() == [10]
+    records = [{"step": 10, "loss": 1.0}, {"step": 10, "validation_loss": 1.0}, {"step": 20, "loss": 1.0}]
+    assert [each["step"] for each in of_kind(records, TRAINING)] == [10, 20]
+    assert [each["step"] for each in of_kind(records, VALIDATION)] == [10]
 
 
 def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
@@ -141,7 +137,7 @@ def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
         ),
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(record(1))  # without a recipe: not a difference
-    found = {each.name: each.values for each in differences(load(*paths, tmp_path / "metrics.jsonl"))}
+    found = {each.name: each.values for each in differences(loaded(*paths, tmp_path / "metrics.jsonl"))}
     assert found == {
         "program": ('"pretrain"', '"pretrain"', '"mine"', None),
         "training.seq_len": ("8", "16", "8", None),
@@ -202,7 +198,7 @@ def test_files_are_written_and_a_page_has_no_address(tmp_path: Path, cli: Cli) -
 
 def test_steps_of_a_page_are_exact_and_values_have_six_digits(tmp_path: Path) -> None:
     lines = record(1_234_567, loss=1.23456789, grad_norm=1.5e-9, tokens=123_456_789_012)
-    text = page(load(make(tmp_path / "run", lines)))
+    text = page(loaded(make(tmp_path / "run", lines)))
     assert '"step":[1234567],"tokens":[123456789012]' in text and '"x":[1234567],"y":[1.23457]' in text
     assert '"y":[1.5e-09]' in text
 
@@ -251,7 +247,7 @@ def test_mistakes_are_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytes
     ):
         error = cli("compare", *arguments, code=2).err
         assert message in error and error.count("\n") == 1
-    monkeypatch.setattr("titanlike.tools.cli.compare.find_spec", lambda name: None)
+    monkeypatch.setattr("titanlike.tools.figure.find_spec", lambda name: None)
     for option, package in (("--png", "matplotlib"), ("--html", "plotly")):
         message = f'error: {option} requires {package}; run: pip install "titanlike[plot]"'
         assert message in cli("compare", run, option, f"a.{option[2:]}", code=2).err

@@ -37,7 +37,7 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "sweep", "verify"},
     {"adapter", "data", "harness", "planning", "programs", "trace"},
-    {"arguments", "inference", "metrics_file", "output_files", "rich_console", "schema"},
+    {"arguments", "figure", "inference", "metrics_file", "output_files", "rich_console", "schema"},
 ]
 MAX_CORE_LINES = 28_941  # of the package without its tools; a change that adds to it says by how much, and why
 SOURCES = sorted(PACKAGE.rglob("*.py"))

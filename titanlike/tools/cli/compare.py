@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.tools.cli.command import add_command
+from titanlike.tools.figure import require_package
 
 if TYPE_CHECKING:
     from titanlike.tools.comparison.runs import ComparedRun
@@ -55,16 +55,16 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{option} {shown(str(path))}: give the name of a {suffix} file")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"--{option} {shown(str(path))}: directory {shown(str(path.parent))} does not exist")
-        if path is not None and find_spec(package) is None:
-            raise UserError(f'--{option} requires {package}; run: pip install "titanlike[plot]"')
+        if path is not None:
+            require_package(f"--{option}", package)
     if arguments.watch and arguments.json:
         raise UserError("--watch updates a terminal and a page; leave out --json")
     if arguments.watch:
         _watch(arguments)
         return
-    from titanlike.tools.comparison.runs import Runs
+    from titanlike.tools.comparison.runs import load
 
-    runs = Runs().load(_paths(arguments), keep=False)
+    runs = load(_paths(arguments))
     if arguments.json:
         from titanlike.tools.comparison.table import as_json
 
@@ -114,17 +114,16 @@ def _watch(arguments: argparse.Namespace) -> None:
     """Updates the tables and the files until all runs are complete, or until Ctrl-C."""
     from rich.live import Live
 
-    from titanlike.tools.comparison.runs import Runs
+    from titanlike.tools.comparison.runs import load
     from titanlike.tools.comparison.table import render
     from titanlike.tools.rich_console import RichConsole
 
     console = RichConsole(highlight=False, markup=False, emoji=False)
-    source = Runs()
     runs: list[ComparedRun] = []
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                runs = source.load(_paths(arguments), keep=True)
+                runs = load(_paths(arguments))
                 live.update(render(runs, console), refresh=console.is_terminal)
                 if all(each.summary.state == "complete" for each in runs):
                     break

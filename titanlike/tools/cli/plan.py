@@ -18,6 +18,7 @@ from titanlike.recipe import PretrainRecipe
 from titanlike.tools.arguments import add_script_options
 from titanlike.tools.cli import processes
 from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
+from titanlike.tools.figure import require_package
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int
@@ -166,9 +167,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     if request.measured:
         request = _anchored(request, counts[0])
     if arguments.figure:
-        from titanlike.tools.planning.figure import require_matplotlib
-
-        require_matplotlib()  # before what takes long
+        require_package("--figure", "matplotlib")  # before what takes long
     if arguments.write:
         from titanlike.tools.planning.search import refuse_to_replace
 

@@ -1,22 +1,18 @@
 """The comparison as one HTML file with its data, style and scripts. It opens from disk and needs no network."""
 
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
-import numpy as np
-
-from titanlike.tools.comparison.differences import KeyDifference, differences
-from titanlike.tools.comparison.runs import ComparedRun
+from titanlike.tools.comparison.runs import ComparedRun, KeyDifference, differences
 from titanlike.tools.comparison.series import Array, Series
 from titanlike.tools.comparison.table import COLUMNS, problems
-
-DIGITS = 6  # significant, of a value
-EXACT = 15  # of a step
 
 
 def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
@@ -26,11 +22,7 @@ def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
         "runs": [
             {
                 "name": run.name,
-                "axis": {
-                    "step": _list(run.axis.steps, EXACT),
-                    "tokens": _list(run.axis.tokens, EXACT),
-                    "hours": _list(run.axis.seconds / 3600),
-                },
+                "axis": {name: _list(values) for name, values in run.axis.items()},
                 "series": {name: _series(series) for name, series in run.series.items()},
             }
             for run in runs
@@ -51,8 +43,7 @@ def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
     }
-    head, *sections = Path(__file__).with_name("page.html").read_text(encoding="utf-8").split("{{")
-    return head + "".join(parts[name] + rest for name, _, rest in (section.partition("}}") for section in sections))
+    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(parts)
 
 
 def _table(names: Sequence[str], rows: Iterable[str]) -> str:
@@ -70,24 +61,15 @@ def _difference_cells(difference: KeyDifference) -> str:
 
 
 def _series(series: Series) -> dict[str, Any]:
-    found = {"x": _list(series.steps, EXACT), "y": _list(series.values)}
+    found = {"x": _list(series.steps), "y": _list(series.values)}
     if len(series.means):
-        found |= {"mean_x": _list(series.mean_steps, EXACT), "means": _list(series.means)}
+        found |= {"mean_x": _list(series.mean_steps), "means": _list(series.means)}
     return found
 
 
-def _list(values: Array, digits: int = DIGITS) -> list[float | int | None]:
-    """Returns numbers with few digits; integers without a decimal point, and None for those that are not finite."""
-    finite = np.isfinite(values)
+def _list(values: Array) -> list[float | int | None]:
+    """Returns integers without a decimal point, other numbers with six digits, and None for those that are not finite."""
     return [
-        None if not is_finite else int(value) if value.is_integer() else value
-        for value, is_finite in zip(_rounded(np.where(finite, values, 0.0), digits), finite.tolist(), strict=True)
+        None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.6g}")
+        for value in values.tolist()
     ]
-
-
-def _rounded(values: Array, digits: int) -> list[float]:
-    size = np.abs(values)
-    exponents = np.floor(np.log10(np.where(size > 0, size, 1.0)))
-    scale = 10.0 ** np.minimum(digits - 1 - exponents, 300.0)
-    rounded: list[float] = (np.round(values * scale) / scale).tolist()
-    return rounded

@@ -1,22 +1,23 @@
 """Runs to compare: found below directories, read, and summarized."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import tomli
 
 from titanlike.config import UserError
 from titanlike.config.base import nearest, printable, shown
-from titanlike.tools.comparison.reader import SKIPPED, TRAINING, VALIDATION, MetricsReader
-from titanlike.tools.comparison.series import Columns, Series, XAxis, curves, without_repeated_steps
+from titanlike.tools.comparison import series
+from titanlike.tools.comparison.series import SKIPPED, TRAINING, VALIDATION, Array, Records, Series
+from titanlike.tools.metrics_file import read_lines
 from titanlike.utils.file_lock import is_locked
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.toml"
+OF_A_START = ("started", "command", "platform", "resumed_step")  # keys of environment.json that are not compared
 MAX_BUCKETS, MIN_BUCKETS = 1000, 100  # per curve
 TOTAL_BUCKETS = 12_000  # per metric, of all runs: a page of 20 runs stays below 5 MB
 
@@ -55,7 +56,8 @@ class ComparedRun:
     """A file that could not be read, or an empty string."""
     summary: Summary
     series: dict[str, Series]
-    axis: XAxis
+    axis: dict[str, Array]
+    """Steps, and the tokens and hours at them."""
 
 
 def find(arguments: Sequence[Path]) -> list[Path]:
@@ -103,79 +105,60 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
             counts[i] += 1
 
 
-class Runs:
-    """Reads runs. Those that are read again continue where they were."""
-
-    def __init__(self) -> None:
-        self._readers: dict[Path, MetricsReader] = {}
-
-    def load(self, paths: Sequence[Path], *, keep: bool) -> list[ComparedRun]:
-        """Returns the runs, the first one of which is the baseline. `keep` retains what is needed to read them again quickly."""
-        num_buckets = max(MIN_BUCKETS, min(MAX_BUCKETS, TOTAL_BUCKETS // max(len(paths), 1)))
-        runs = []
-        for path, name in zip(paths, unique_names(paths), strict=True):
-            reader = self._readers.get(path) or MetricsReader(path if path.is_file() else path / METRICS)
-            if keep:
-                self._readers[path] = reader
-            try:
-                columns = reader.read()
-            except OSError as error:
-                raise UserError(f"{reader.path} cannot be read: {error.strerror}") from None
-            runs.append(_make_run(path, name, columns, reader.damaged_lines, num_buckets))
-        return runs
+def load(paths: Sequence[Path]) -> list[ComparedRun]:
+    """Returns the runs, the first one of which is the baseline."""
+    num_buckets = max(MIN_BUCKETS, min(MAX_BUCKETS, TOTAL_BUCKETS // max(len(paths), 1)))
+    return [_load(path, name, num_buckets) for path, name in zip(paths, unique_names(paths), strict=True)]
 
 
-def _make_run(path: Path, name: str, columns: Columns, damaged_lines: Sequence[int], num_buckets: int) -> ComparedRun:
+def _load(path: Path, name: str, num_buckets: int) -> ComparedRun:
+    metrics = path if path.is_file() else path / METRICS
+    try:
+        records, damaged_lines = read_lines(metrics)
+    except OSError as error:
+        raise UserError(f"{metrics} cannot be read: {error.strerror}") from None
     recipe, recipe_problem = _read_values(path / RECIPE)
     environment, environment_problem = _read_values(path / "environment.json")
-    records = without_repeated_steps(columns)
-    training = recipe.get("training", {})
-    num_steps = training.get("steps") if isinstance(training, dict) else None
-    summary = _summarize(records, num_steps if isinstance(num_steps, int) else None, path, damaged_lines)
-    series, axis = curves(records, num_buckets)
-    return ComparedRun(name, path, recipe, environment, recipe_problem or environment_problem, summary, series, axis)
-
-
-def _summarize(records: dict[int, Columns], num_steps: int | None, path: Path, damaged_lines: Sequence[int]) -> Summary:
-    training, validation = records[TRAINING], records[VALIDATION]
-    step = int(max(_last(training["step"]) or 0, _last(validation["step"]) or 0))
-    if is_locked(path / "lock"):
-        state = "running"
-    else:
-        state = "unknown" if num_steps is None else "complete" if step >= num_steps else "stopped"
-    losses = validation["validation_loss"]
-    finite = np.isfinite(losses)
-    best = int(np.where(finite, losses, np.inf).argmin()) if finite.any() else None
-    tokens, seconds = _last(training["tokens"]), [*training["seconds"][-1:], *validation["seconds"][-1:]]
-    return Summary(
-        state=state,
+    series.add_wall_time(records)
+    training, validation = series.of_kind(records, TRAINING), series.of_kind(records, VALIDATION)
+    last = [*training[-1:], *validation[-1:]]
+    step = max((record["step"] for record in last), default=0)
+    section = recipe.get("training")
+    num_steps = section.get("steps") if isinstance(section, dict) else None
+    state = "unknown" if num_steps is None else "complete" if step >= num_steps else "stopped"
+    losses = [(each[VALIDATION], each["step"]) for each in validation if each[VALIDATION] is not None]
+    best_loss, best_step = min(losses, default=(None, None))
+    rates, utilization = _values(training[1:], "tokens_per_second"), _values(training[1:], "mfu")
+    summary = Summary(
+        state="running" if is_locked(path / "lock") else state,
         step=step,
         num_steps=num_steps,
-        tokens=None if tokens is None else int(tokens),
-        training_loss=_last(training["loss"]),
-        validation_loss=_last(losses),
-        best_validation_loss=None if best is None else float(losses[best]),
-        best_validation_step=None if best is None else int(validation["step"][best]),
-        tokens_per_second=_median(training["tokens_per_second"][1:]),
-        mfu=_median(training["mfu"][1:]),
-        peak_memory_gib=_number(np.nanmax(training["memory_gib"])) if _median(training["memory_gib"]) else None,
-        wall_seconds=max((float(each) for each in seconds if math.isfinite(each)), default=None),
-        skipped_steps=len(np.unique(records[SKIPPED]["step"])),
+        tokens=training[-1].get("tokens") if training else None,
+        training_loss=training[-1][TRAINING] if training else None,
+        validation_loss=validation[-1][VALIDATION] if validation else None,
+        best_validation_loss=best_loss,
+        best_validation_step=best_step,
+        tokens_per_second=median(rates) if rates else None,
+        mfu=median(utilization) if utilization else None,
+        peak_memory_gib=max(_values(training, "memory_gib"), default=0.0) or None,
+        wall_seconds=max(_values(last, "seconds"), default=None),
+        skipped_steps=len({record["step"] for record in series.of_kind(records, SKIPPED)}),
         damaged_lines=tuple(damaged_lines),
+    )
+    return ComparedRun(
+        name=name,
+        path=path,
+        recipe=recipe,
+        environment=environment,
+        problem=recipe_problem or environment_problem,
+        summary=summary,
+        series=series.curves(training, validation, num_buckets),
+        axis=series.x_axis(training, num_buckets),
     )
 
 
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _last(values: Any) -> float | None:
-    return _number(values[-1]) if len(values) else None
-
-
-def _median(values: Any) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else None
+def _values(records: Records, name: str) -> list[float]:
+    return [record[name] for record in records if record.get(name) is not None]
 
 
 def _read_values(path: Path) -> tuple[dict[str, Any], str]:
@@ -188,3 +171,47 @@ def _read_values(path: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError, RecursionError) as error:
         return {}, printable(f"{path} cannot be read: {error}")
     return (values, "") if isinstance(values, dict) else ({}, f"{path} cannot be read: it is not a table")
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """A key and its value in each run, as in TOML; None where a run does not have it."""
+
+    section: str
+    key: str
+    values: tuple[str | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The dotted key."""
+        return f"{self.section}.{self.key}".removeprefix(".")
+
+
+def differences(runs: Sequence[ComparedRun]) -> list[KeyDifference]:
+    """Returns the keys of recipes and environments whose values differ, in the order of the recipes. Runs without a recipe, such
+    as a metrics file, are left out of the comparison."""
+    tables = [_flat(run) for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    sections = list(dict.fromkeys(section for section, _ in names))
+    found = []
+    for section, key in sorted(names, key=lambda name: sections.index(name[0])):
+        values = tuple(table.get((section, key)) for table in tables)
+        sources = [run.environment if section == "environment" else run.recipe for run in runs]
+        if len({value for value, source in zip(values, sources, strict=True) if source}) > 1:
+            found.append(KeyDifference(printable(section), printable(key), values))
+    return found
+
+
+def _flat(run: ComparedRun) -> dict[tuple[str, str], str]:
+    """Returns the values of a run by section and key, without its name."""
+    values: dict[tuple[str, str], Any] = {}
+    for name, value in {**run.recipe, "environment": run.environment}.items():
+        values |= (
+            {(name, key): inner for key, inner in value.items()} if isinstance(value, dict) else {("", name): value}
+        )
+    ignored = [("run", "name"), *(("environment", key) for key in OF_A_START)]
+    return {
+        name: printable(json.dumps(value, ensure_ascii=False, default=str))
+        for name, value in values.items()
+        if name not in ignored
+    }

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlike.config.base import shown
-from titanlike.tools.comparison.differences import KeyDifference, differences
-from titanlike.tools.comparison.runs import ComparedRun, Summary
+from titanlike.tools.comparison.runs import ComparedRun, KeyDifference, Summary, differences
 
 Cell = Callable[[Summary, Summary], str]  # of a run's summary and the baseline's
 MAX_NAME = 32

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from titanlike.config import UserError
+from titanlike.tools.figure import pyplot, save
 from titanlike.tools.planning.memory import Usage
 from titanlike.tools.planning.plan import GIB, Plan
 from titanlike.tools.planning.report import CATEGORIES
@@ -14,12 +12,6 @@ from titanlike.tools.planning.report import CATEGORIES
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#999999")
 MAX_LABELS = 24
-
-
-def require_matplotlib() -> None:
-    """Raises `UserError` if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise UserError('--figure requires matplotlib; run: pip install "titanlike[plot]"')
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
@@ -66,7 +58,7 @@ def draw_memory(plan: Plan, path: Path) -> None:
     axes.legend(
         handles[::-1], names_shown[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
     )
-    save(figure, path)
+    save(figure, path, "--figure")
 
 
 def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
@@ -104,26 +96,4 @@ def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
         all_axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{plans[0].job.recipe.model.label()} on {plans[0].hardware.name}", fontsize=11)
     figure.tight_layout()
-    save(figure, path)
-
-
-def pyplot() -> Any:
-    """Returns matplotlib.pyplot, for pictures without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save(figure: Any, path: Path, option: str = "--figure") -> None:
-    """Writes a picture in the project's style to the file that an option of the command line names."""
-    for axes in figure.axes:
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, bbox_inches="tight")
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}; choose another file") from None
+    save(figure, path, "--figure")
