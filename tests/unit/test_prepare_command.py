@@ -158,8 +158,8 @@ def test_result_of_all_stages_after_kills_is_bit_identical(large: Path, tmp_path
     options = ("--duplicates", "remove-near", "--quality", "default", "--repeated-lines", "3")
     assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:], *options).code == 0
     kills = 0
-    # Numbers of files in the first pass (each unit writes five), in the second (two) and in the last (two).
-    for count in (20, 100, 190, 250):
+    # Numbers of files in the first pass (each unit writes four), in the second (two) and in the last (two).
+    for count in (20, 80, 155, 220):
         process = start(tmp_path, *COMMAND, *options)
         deadline = time.monotonic() + 60
         while len(list((tmp_path / "out.partial/stages").glob("*"))) < count and process.poll() is None:

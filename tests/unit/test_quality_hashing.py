@@ -1,4 +1,4 @@
-"""Hashes of words, shingles and lines, and MinHash, against plain Python."""
+"""Hashes of words and shingles, MinHash and the merge of keys, against plain Python."""
 
 import random
 from itertools import pairwise
@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from titanlike.tools.data.quality import hashing
-from titanlike.tools.data.quality.duplicates import compress, equal_neighbors, link
-from titanlike.tools.data.quality.hashing import Words, lines_of, pieces, select, shingles_of, words_of
-from titanlike.tools.data.quality.minhash import BANDS, ROWS, band_keys, signatures_of
-from titanlike.tools.data.quality.runs import merge, write_run
+from titanlike.tools.data.quality.duplicates import copies_of, link, merge, roots, write_run
+from titanlike.tools.data.quality.hashing import (
+    BANDS,
+    ROWS,
+    Words,
+    band_keys,
+    pieces,
+    select,
+    shingles_of,
+    signatures_of,
+    words_of,
+)
 
 
 def split(words: Words) -> list[list[int]]:
@@ -70,25 +78,6 @@ def test_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, pieces(content))) <= 64
 
 
-def test_lines_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = b"  hello world\t\n\nshort\nhello  world\nhello world\r\n" + "grüße an alle".encode()
-    contents = [text, b"", b"hello world\n", b"\n \n", text * 3]
-    expected = ["hello world", "hello  world", "hello world", "grüße an alle"]
-    for piece in (hashing.PIECE, 64):
-        monkeypatch.setattr(hashing, "PIECE", piece)
-        lines = lines_of(contents)
-        found = [
-            contents[number][start:end].decode().strip()
-            for number, start, end in zip(lines.texts, lines.starts, lines.ends, strict=True)
-        ]
-        joined = ["grüße an alle  hello world"]  # between two copies of the text, which ends without a line break
-        assert found == [*expected, "hello world", *expected[:3], *joined, *expected[1:3], *joined, *expected[1:]]
-        assert lines.texts.tolist() == [0] * 4 + [2] + [4] * 10
-        assert len(set(zip(lines.hashes.tolist(), found, strict=True))) == 4
-        assert len(set(lines.hashes.tolist())) == 4
-    assert not len(lines_of([b"", b"\n"]).hashes)
-
-
 def test_signatures_estimate_the_similarity() -> None:
     rng = np.random.default_rng(0)
     errors = []
@@ -114,7 +103,7 @@ def test_signature_does_not_depend_on_the_other_texts() -> None:
     assert ((band_keys(changed) != keys) == (np.arange(BANDS) == 1)).all()
 
 
-def test_clusters_against_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_against_a_search() -> None:
     rng = np.random.default_rng(0)
     parents = np.arange(300, dtype=np.uint32)
     pairs = rng.integers(0, 300, (160, 2))
@@ -125,10 +114,9 @@ def test_clusters_against_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
         joined = neighbors[first] | neighbors[second]
         for member in joined:
             neighbors[member] = joined
-    compress(parents)
-    assert parents.tolist() == [min(neighbors[number]) for number in range(300)]
-    first, second = equal_neighbors(np.array([7, 3, 7, 7, 3], np.uint64), np.arange(5))
-    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(1, 4), (0, 2), (2, 3)]
+    assert roots(parents, np.arange(300)).tolist() == [min(neighbors[number]) for number in range(300)]
+    first, copies = copies_of(np.array([7, 3, 7, 7, 3], np.uint64), np.arange(5))
+    assert list(zip(first.tolist(), copies.tolist(), strict=True)) == [(0, 2), (0, 3), (1, 4)]
 
 
 def test_merge_yields_every_record_once(tmp_path: Path) -> None:

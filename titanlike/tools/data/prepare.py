@@ -26,8 +26,8 @@ from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
 from titanlike.tools.data.inputs import list_inputs
 from titanlike.tools.data.quality.options import FOLDER, Quality, Stage, WorkerOptions
+from titanlike.tools.data.quality.passes import build_report, finish_pass, is_finished
 from titanlike.tools.data.quality.report import REASONS, REPORT
-from titanlike.tools.data.quality.stages import build_report, finish_stage, is_finished
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
 from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
@@ -232,7 +232,7 @@ def _process_stage(
             new = process_in_parallel(remaining, job, count, report)
         else:
             new = process_serially(remaining, job, tokenizer, report)
-        finish_stage(units, job)
+        finish_pass(units, job)
     finally:
         for path in [
             *job.folder.glob("*.partial"),

@@ -23,7 +23,7 @@ from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUni
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import write_result
 from titanlike.tools.data.quality.options import WorkerOptions
-from titanlike.tools.data.quality.stages import process
+from titanlike.tools.data.quality.passes import process
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds

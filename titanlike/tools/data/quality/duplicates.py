@@ -1,36 +1,41 @@
 """Finds exact and near duplicates: each work unit writes the keys of its documents, and a merge joins documents that share one.
 
-Of each cluster of duplicates, the first document in the order of the input is kept. A work unit writes each key once, with the
-first of its documents that has it, and how its own documents are connected; so a document with millions of copies needs no more
-memory.
+Of each cluster of duplicates, the first document in the order of the input is kept. Keys are hashes, so they are uniformly
+distributed: a part of the range of all keys has about the same share of every sorted file, and is found by bisection. Files are
+merged part by part.
 """
 
-import hashlib
 import json
-from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit
-from titanlike.tools.data.quality.candidates import CandidateDocument, read_unit
-from titanlike.tools.data.quality.hashing import Hashes, Numbers, shingles_of
-from titanlike.tools.data.quality.minhash import band_keys, signatures_of
+from titanlike.tools.data.quality.hashing import Hashes, Numbers
 from titanlike.tools.data.quality.options import WorkerOptions
-from titanlike.tools.data.quality.report import CODES, NUM_EXAMPLES, REASON_OF, Tallies, Verdicts, orders_of
-from titanlike.tools.data.quality.runs import merge, write_run
+from titanlike.tools.data.quality.report import CODES, NUM_EXAMPLES, REASON_OF, Verdicts, orders_of
 from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
-EXACT, BANDS, PARENTS, VERDICTS = (f"{kind}-{{:05d}}" for kind in ("exact", "bands", "parents", "verdicts"))
+EXACT, BANDS, VERDICTS = (f"{kind}-{{:05d}}" for kind in ("exact", "bands", "verdicts"))
 MERGED, ALL_VERDICTS = "duplicates.json", "verdicts"
 MAX_DOCUMENTS = 2**32 - 1
+RECORD = 12  # bytes of a key and its number
+MAX_RECORDS = 2**21  # of a part: about 100 MiB while it is merged
 BLOCK = 2**20  # documents
 
 Parents = npt.NDArray[np.uint32]  # of each document: itself, or an earlier document of its cluster
+
+
+class MergedPart(NamedTuple):
+    """The records of all files in a range of keys."""
+
+    keys: Hashes  # (R,)
+    numbers: npt.NDArray[np.uint32]  # (R,)
+    files: npt.NDArray[np.int64]  # (R,) index of the file of each, ascending
 
 
 @dataclass
@@ -44,48 +49,33 @@ class Merged:
     """For each reason, pairs of a duplicate and the document that is kept for it: each a work unit and a position in it."""
 
 
-def find_keys(unit: WorkUnit, job: WorkerOptions, report: ReportProgress) -> Tallies:
-    """Filters the documents of a work unit and writes the keys of those that are kept, and what the merge needs besides."""
-    codes, tallies = bytearray(), dict[str, Any]()
-    keyed, exact = array("I"), array("Q")
-    bands: list[Hashes] = []
-    band_documents: list[Numbers] = []
-    for group in read_unit(unit, job, None, tallies, report, with_words=job.quality.finds_near_duplicates):
-        codes.extend(CODES.get(each.reason, 0) for each in group.documents)
-        positions = [each.position for each in group.kept]
-        keyed.extend(positions)
-        exact.extend(map(_exact_key, group.kept))
-        if group.words and job.quality.finds_near_duplicates:
-            shingles = shingles_of(group.words)
-            [filled] = np.nonzero(np.diff(shingles.ends, prepend=0))
-            bands.append(band_keys(signatures_of(shingles)[filled]))
-            band_documents.append(np.array(positions, np.int64)[filled])
-    verdicts, parents = np.frombuffer(codes, np.uint8), np.arange(len(codes), dtype=np.uint32)
-    copies = _connect(job.stages / EXACT.format(unit.number), parents, np.array(exact), np.array(keyed, np.int64))
-    verdicts[copies] = CODES["exact_duplicates"]
-    if bands:
-        documents = np.repeat(np.concatenate(band_documents), bands[0].shape[1])
-        _connect(job.stages / BANDS.format(unit.number), parents, np.concatenate(bands).ravel(), documents)
-    compress(parents)
-    for name, values in ((PARENTS, parents), (VERDICTS, verdicts)):
-        atomic_write_text(job.stages / name.format(unit.number), values.tobytes())
-    return tallies
+def write_run(path: Path, keys: Hashes, numbers: npt.NDArray[Any]) -> None:
+    """Writes keys in ascending order, and after them the number of each."""
+    order = np.argsort(keys, kind="stable")
+    atomic_write_text(path, keys[order].astype("<u8").tobytes() + numbers[order].astype("<u4").tobytes())
 
 
-def _connect(path: Path, parents: Parents, keys: Hashes, documents: Numbers) -> Numbers:
-    """Writes each key with the first document that has it, and joins the clusters of documents that share one. Returns those after
-    the first."""
-    first, copies = equal_neighbors(keys, documents)
-    link(parents, first, copies)
-    unique, at = np.unique(keys, return_index=True)  # the documents ascend
-    write_run(path, unique, documents[at])
-    return copies
+def merge(paths: Sequence[Path], max_records: int | None = None) -> Iterator[MergedPart]:
+    """Yields the records of all files by ranges of keys, in ascending order of the ranges."""
+    counts = [path.stat().st_size // RECORD for path in paths]
+    num_parts = max(1, -(-sum(counts) // (max_records or MAX_RECORDS)))
+    positions = [0] * len(paths)
+    for number in range(1, num_parts + 1 if paths else 0):
+        stop = None if number == num_parts else np.uint64(2**64 * number // num_parts)
+        found = [_read(*each, stop) for each in zip(paths, counts, positions, strict=True)]
+        keys, numbers = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        sizes = [len(keys) for keys, _ in found]
+        positions = [begin + size for begin, size in zip(positions, sizes, strict=True)]
+        yield MergedPart(keys, numbers, np.repeat(np.arange(len(paths)), sizes))
 
 
-def _exact_key(candidate: CandidateDocument) -> int:
-    prompt = candidate.document.prompt.encode()
-    digest = hashlib.blake2b(candidate.content, digest_size=8, key=hashlib.sha256(prompt).digest() if prompt else b"")
-    return int.from_bytes(digest.digest(), "little")
+def _read(path: Path, count: int, begin: int, stop: np.uint64 | None) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+    """Returns the records of a file from an index on, up to a key."""
+    if begin == count:
+        return np.empty(0, np.uint64), np.empty(0, np.uint32)
+    keys = np.memmap(path, "<u8", "r", shape=(count,))
+    end = count if stop is None else int(np.searchsorted(keys, stop))
+    return np.array(keys[begin:end]), np.fromfile(path, "<u4", end - begin, offset=8 * count + 4 * begin)
 
 
 def merge_keys(job: WorkerOptions, num_units: int) -> None:
@@ -103,18 +93,15 @@ def merge_keys(job: WorkerOptions, num_units: int) -> None:
     file = np.memmap(folder / f"{ALL_VERDICTS}.partial", np.uint8, "w+", shape=(size,))
     verdicts = file[: offsets[-1]]
     for unit in units:
-        unit_range = slice(offsets[unit], offsets[unit + 1])
-        parents[unit_range] = np.fromfile(folder / PARENTS.format(unit), np.uint32) + np.uint32(offsets[unit])
-        verdicts[unit_range] = np.fromfile(folder / VERDICTS.format(unit), np.uint8)
-    for name in (EXACT, BANDS):
-        with_keys = [unit for unit in units if (folder / name.format(unit)).exists()]
-        starts: Numbers = offsets[np.array(with_keys, np.int64)]
-        for part in merge([folder / name.format(unit) for unit in with_keys]):
-            first, second = equal_neighbors(part.keys, starts[part.files] + part.numbers)
-            link(parents, first, second)
+        start, stop = offsets[unit : unit + 2]
+        parents[start:stop] = np.arange(start, stop)
+        verdicts[start:stop] = np.fromfile(folder / VERDICTS.format(unit), np.uint8)
+    for name in (EXACT, BANDS) if job.quality.finds_near_duplicates else (EXACT,):
+        for part in merge([folder / name.format(unit) for unit in units]):
+            first, copies = copies_of(part.keys, offsets[part.files] + part.numbers)
+            link(parents, first, copies)
             if name == EXACT:
-                verdicts[second] = CODES["exact_duplicates"]
-    compress(parents)
+                verdicts[copies] = CODES["exact_duplicates"]
     merged = _classify(parents, verdicts, offsets, removes=job.quality.removes_duplicates)
     file.flush()
     (folder / f"{ALL_VERDICTS}.partial").replace(folder / ALL_VERDICTS)
@@ -129,8 +116,9 @@ def _classify(parents: Parents, verdicts: Verdicts, offsets: Numbers, *, removes
     counts = {exact: 0, near: 0}
     drawn: dict[int, list[tuple[int, int, int]]] = {exact: [], near: []}
     for start in range(0, len(parents), BLOCK):
-        block = slice(start, start + BLOCK)
-        own, root, codes = np.arange(start, start + len(parents[block])), parents[block], verdicts[block]
+        codes = verdicts[start : start + BLOCK]
+        own = np.arange(start, start + len(codes))
+        root = roots(parents, own)
         codes[(codes == 0) & (root != own)] = near
         for code in counts:
             [at] = np.nonzero(codes == code)
@@ -165,31 +153,25 @@ def read_verdicts(folder: Path, merged: Merged, unit: int) -> Verdicts:
     return np.fromfile(folder / ALL_VERDICTS, np.uint8, stop - start, offset=start)
 
 
+def copies_of(keys: Hashes, documents: Numbers) -> tuple[Numbers, Numbers]:
+    """Returns pairs of documents that share a key: the first one, and each of the others. Those with the same key must ascend."""
+    _, at, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    first = documents[at][inverse]
+    is_copy = first != documents
+    return first[is_copy], documents[is_copy]
+
+
 def link(parents: Parents, first: Numbers, second: Numbers) -> None:
     """Joins the clusters of each pair of documents. Changes `parents`."""
     while len(first):
-        first, second = _roots(parents, first), _roots(parents, second)
+        first, second = roots(parents, first), roots(parents, second)
         differ = first != second
         first, second = first[differ], second[differ]
-        low, high = np.minimum(first, second), np.maximum(first, second)
-        np.minimum.at(parents, high, low.astype(np.uint32))
+        np.minimum.at(parents, np.maximum(first, second), np.minimum(first, second).astype(np.uint32))
 
 
-def compress(parents: Parents) -> None:
-    """Makes every document point at the root of its cluster: its first document."""
-    for start in range(0, len(parents), BLOCK):
-        parents[start : start + BLOCK] = _roots(parents, parents[start : start + BLOCK].astype(np.int64))
-
-
-def equal_neighbors(keys: Hashes, documents: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns the pairs of documents that share a key: each with the next one. Those with the same key must ascend."""
-    order = np.argsort(keys, kind="stable")
-    keys, documents = keys[order], documents[order]
-    same = keys[1:] == keys[:-1]
-    return documents[:-1][same], documents[1:][same]
-
-
-def _roots(parents: Parents, documents: Numbers) -> Numbers:
+def roots(parents: Parents, documents: Numbers) -> Numbers:
+    """Returns the first document of the cluster of each."""
     while True:
         above = parents[documents].astype(np.int64)
         if np.array_equal(above, documents):

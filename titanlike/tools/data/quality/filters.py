@@ -1,8 +1,8 @@
 """Filters that do not depend on the language: length, symbols, and repetition within a document."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -42,8 +42,7 @@ class Thresholds:
 MIN_PAIRS = 50  # of a document whose most frequent pair of words is judged
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Why a document is removed."""
 
     reason: str

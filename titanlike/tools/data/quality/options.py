@@ -53,7 +53,7 @@ class Quality:
         """Returns what differs from the defaults, for the plan and the report."""
         found: dict[str, Any] = {}
         if self.own:
-            found["filter"] = [self.own.name, self.own.source]
+            found["filter"] = [self.own.name, self.own.fingerprint]
         if self.limits:
             found["quality"] = asdict(self.limits)
         if self.duplicates != "count":

@@ -44,10 +44,6 @@ class Tally:
     bytes: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
 
-    def count(self, num_bytes: int, *examples: dict[str, Any]) -> None:
-        """Adds one document, perhaps as an example."""
-        self.add(Tally(1, num_bytes, [*examples]))
-
     def add(self, other: "Tally") -> None:
         """Adds the documents of another tally."""
         self.documents += other.documents
@@ -63,25 +59,6 @@ def orders_of(units: npt.ArrayLike, positions: npt.ArrayLike) -> Hashes:
     """Returns a hash of the position of each document, which draws the same examples whatever the number of workers."""
     numbers: Hashes = np.asarray(units, np.uint64) << np.uint64(32) | np.asarray(positions, np.uint64)
     return mix(numbers) >> np.uint64(1)
-
-
-def report_of(
-    options: Mapping[str, Any], documents: Tallies, removed: Tallies, duplicates: Mapping[str, int]
-) -> dict[str, Any]:
-    """Returns the content of `report.json`.
-
-    Args:
-        options: Of the stages, those that differ from the defaults.
-        documents: "read", "kept", and if there are any "changed" by the own filter and "cleaned" of repeated lines.
-        removed: For each reason.
-        duplicates: Documents that are copies of an earlier one: "exact", and "near" if these were looked for.
-    """
-    values: dict[str, Any] = {"format": FORMAT, "options": options}
-    for kind, tallies in (("documents", documents), ("removed", removed)):
-        for tally in tallies.values():
-            tally.examples = [{name: each[name] for name in ("where", "text", "detail")} for each in tally.examples]
-        values[kind] = {reason: vars(tally) for reason, tally in tallies.items()}
-    return values | {"duplicates": duplicates}
 
 
 def read_report(path: str) -> dict[str, Any] | None:
