@@ -36,7 +36,7 @@ from titanlike.tools.cli import data
 from titanlike.tools.cli.main import main
 times, original = {}, data.progress_text
 def progress_text(progress):
-    times.setdefault(progress.stage[2], [time.time() - progress.seconds, 0])[1] = time.time()
+    times.setdefault(progress.stage, [time.time() - progress.seconds, 0])[1] = time.time()
     return original(progress)
 data.progress_text = progress_text
 main()

@@ -435,7 +435,7 @@ def test_result_does_not_depend_on_interruptions(
     assert "report.json" in expected
     num_units = len(json.loads(expected["plan.json"])["units"])
     done: list[tuple[str, int]] = []
-    original = workers.process_work_unit
+    original = workers.process
 
     def process_work_unit(unit: Any, job: Any, *rest: Any) -> Any:
         if (job.stage, unit.number) == stop:
@@ -443,7 +443,7 @@ def test_result_does_not_depend_on_interruptions(
         done.append((job.stage, unit.number))
         return original(unit, job, *rest)
 
-    monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
+    monkeypatch.setattr(workers, "process", process_work_unit)
     stop: tuple[str, int] | None
     for stage, unit in itertools.product(("duplicates", "lines", "tokenize"), (0, 3, num_units - 1)):
         stop = (stage, unit)

@@ -247,8 +247,8 @@ def progress_text(progress: "Progress") -> str:
         minutes, rest = divmod(round((progress.total_bytes - progress.bytes_read) / speed), 60)
         hours, minutes = divmod(minutes, 60)
         remaining = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-    number, count, name = progress.stage
-    prefix = f"{name} ({number} of {count})  " if count > 1 else ""
+    number, count = progress.passes
+    prefix = f"{progress.stage} ({number} of {count})  " if count > 1 else ""
     tokens = (
         f"{short(progress.tokens / seconds)} tokens/s  {short(progress.tokens)} tokens  " if number == count else ""
     )

@@ -47,11 +47,8 @@ class Progress:
     tokens: int  # made since this start
     seconds: float  # since this start
     already_complete: bool = False  # an earlier start finished the folder
-    stage: tuple[int, int, Stage] = (
-        1,
-        1,
-        "tokenize",
-    )  # number of the pass over the text, how many there are, and its name
+    passes: tuple[int, int] = (1, 1)  # number of the pass over the text, and how many there are
+    stage: Stage = "tokenize"
 
 
 OnProgress = Callable[[Progress], None]
@@ -109,7 +106,9 @@ def prepare(
             raise UserError(f"{out} exists and is not a folder of token shards; give another --out")
         units = _plan(partial, files, parameters)
         job = WorkerOptions(partial, tokenizer, fields, validation_share, bad == "skip", test_share, quality)
-        results = _process(units, job, built, workers, on_progress)
+        results = []
+        for stage in quality.stages:
+            results = _process(units, replace(job, stage=stage), built, workers, on_progress)
         found = build_report(results, job)
         if not found["documents"]["kept"]["documents"] and found["removed"]:
             shutil.rmtree(partial)
@@ -159,14 +158,12 @@ def _check_same_parameters(folder: Path, parameters: dict[str, Any]) -> None:
     """Raises if the folder was created with other parameters."""
     try:
         before = json.loads((folder / PLAN).read_text())
-        keys = {"format": before["format"], **before, **parameters}
-        differences = [
-            _difference(key, before.get(key), parameters.get(key))
-            for key in keys
-            if key != "units" and before.get(key) != parameters.get(key)
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         differences = [f"its {PLAN} cannot be read ({type(error).__name__}: {error})"]
+    else:
+        keys = [key for key in {**before, **parameters} if key != "units"]
+        values = [(key, before.get(key), parameters.get(key)) for key in keys]
+        differences = [_difference(key, was, now) for key, was, now in values if was != now]
     if differences:
         raise UserError(
             f"{folder} was {'started' if folder.suffix == '.partial' else 'prepared'} with different parameters: "
@@ -177,41 +174,27 @@ def _check_same_parameters(folder: Path, parameters: dict[str, Any]) -> None:
 def _difference(key: str, before: Any, now: Any) -> str:
     if key == "tokenizer":
         return "the tokenizer differs"
-    if key == "filter" and before and now and before[0] == now[0]:
-        return f"the source of --filter {now[0]} has changed"
     if key == "filter":
-        before, now = (value and value[0] for value in (before, now))
+        (was, _), (name, _) = before or (None, None), now or (None, None)
+        return f"the source of --filter {name} has changed" if was == name else f"--filter was {was!r} and is {name!r}"
     if key != "files":
         return f"--{key.replace('_', '-')} was {before!r} and is {now!r}"
-    old, new = ({name: rest for name, *rest in files} for files in (before, now))
+    old, new = ({name: rest for name, *rest in files} for files in (before or [], now))
     for name in [*old, *new]:
-        if name not in new:
-            return f"input file {name} was removed"
-        if name not in old:
-            return f"input file {name} was added"
-        if old[name] != new[name]:
-            return f"input file {name} has changed"
+        if old.get(name) != new.get(name):
+            change = "was removed" if name not in new else "was added" if name not in old else "has changed"
+            return f"input file {name} {change}"
     return "the order of the input files differs"
 
 
 def _process(
     units: Sequence[WorkUnit], job: WorkerOptions, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> list[WorkUnitResult]:
-    """Does all passes over the work units that are not finished. Returns the results of tokenization, in order."""
-    results: dict[int, WorkUnitResult] = {}
-    for stage in job.quality.stages:
-        results = _process_stage(units, replace(job, stage=stage), tokenizer, workers, on_progress)
-    return [results[unit.number] for unit in units]
-
-
-def _process_stage(
-    units: Sequence[WorkUnit], job: WorkerOptions, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
-) -> dict[int, WorkUnitResult]:
-    """Does one pass over the work units that are not finished. Returns the results of tokenization by the number of the unit."""
-    token_bytes = np.dtype(tokenizer.dtype).itemsize
+    """Does a pass over the work units that are not finished. Returns the results of tokenization, in order."""
     finished = {unit.number for unit in units if is_finished(unit.number, job)}
     results: dict[int, WorkUnitResult] = {}
     if job.stage == "tokenize":
+        token_bytes = np.dtype(tokenizer.dtype).itemsize
         earlier = (read_result(job.folder, number, token_bytes) for number in finished)
         results = {result.unit: result for result in earlier if result is not None}
         finished = set(results)
@@ -220,10 +203,11 @@ def _process_stage(
     resumed = total - sum(unit.size for unit in remaining)
     started = time.monotonic()
     stages = job.quality.stages
-    place = (stages.index(job.stage) + 1, len(stages), job.stage)
+    passes = (stages.index(job.stage) + 1, len(stages))
 
     def report(read: int, tokens: int) -> None:
-        on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started, stage=place))
+        seconds = time.monotonic() - started
+        on_progress(Progress(resumed + read, total, resumed, tokens, seconds, passes=passes, stage=job.stage))
 
     count = min(system.num_cores() if workers is None else workers, len(remaining))
     try:
@@ -233,13 +217,11 @@ def _process_stage(
         else:
             new = process_serially(remaining, job, tokenizer, report)
         finish_pass(units, job)
-    finally:
-        for path in [
-            *job.folder.glob("*.partial"),
-            *job.stages.glob("*.partial"),
-        ]:  # left by processes that were killed
+    finally:  # left by processes that were killed
+        for path in [*job.folder.glob("*.partial"), *job.stages.glob("*.partial")]:
             path.unlink()
-    return results | {result.unit: result for result in new if result}
+    results |= {result.unit: result for result in new if result}
+    return [results[unit.number] for unit in units if unit.number in results]
 
 
 def _remove_results(out: Path) -> None:

@@ -21,22 +21,11 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.data.tokens.tokenization import ReportProgress, WorkUnit, WorkUnitResult
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.tokens.work_units import write_result
 from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.passes import process
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds
-
-
-def process_work_unit(
-    unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress
-) -> WorkUnitResult | None:
-    """Does one pass over a work unit and writes its result."""
-    result = process(unit, job, tokenizer, report)
-    if result:
-        write_result(result, job.folder)
-    return result
 
 
 def process_serially(
@@ -54,7 +43,7 @@ def process_serially(
             last_report = time.monotonic()
             report(read, tokens)
 
-    results = [process_work_unit(unit, job, tokenizer, add) for unit in units]
+    results = [process(unit, job, tokenizer, add) for unit in units]
     report(read, tokens)
     return results
 
@@ -92,8 +81,8 @@ def process_in_parallel(
         ) from None
     finally:
         if pending:
-            for process in set(multiprocessing.active_children()) - earlier:
-                process.kill()
+            for worker in set(multiprocessing.active_children()) - earlier:
+                worker.kill()
         executor.shutdown(cancel_futures=True)
     return results
 
@@ -157,7 +146,7 @@ def _run(index: int, unit: WorkUnit) -> WorkUnitResult | None:
         status[3 * index + 2] += tokens
 
     try:
-        return process_work_unit(unit, job, tokenizer, report)
+        return process(unit, job, tokenizer, report)
     except MemoryError:
         os.kill(os.getpid(), signal.SIGKILL)  # reported as if the kernel had killed the process
         raise

@@ -32,16 +32,7 @@ _PUNCTUATION = {
     (0xEF, 0xBC): (0x81, 0x8F),  # fullwidth forms
 }
 # Thai, Lao, Burmese and Khmer are written without spaces between words, too.
-_UNSPACED = {
-    (0xE0, 0xB8),
-    (0xE0, 0xB9),
-    (0xE0, 0xBA),
-    (0xE0, 0xBB),
-    (0xE1, 0x80),
-    (0xE1, 0x81),
-    (0xE1, 0x9E),
-    (0xE1, 0x9F),
-}
+_UNSPACED = {0xE0: (0xB8, 0xB9, 0xBA, 0xBB), 0xE1: (0x80, 0x81, 0x9E, 0x9F)}  # the second bytes, by the first
 
 
 class Words(NamedTuple):
@@ -174,7 +165,7 @@ def select(words: Words, kept: Sequence[bool]) -> Words:
 def _classify_characters(content: npt.NDArray[Any], codes: npt.NDArray[np.uint8]) -> None:
     """Corrects the classes of characters whose first byte does not tell."""
     last = len(content) - 3
-    for lead in {prefix[0] for prefix in (*_PUNCTUATION, *_UNSPACED)}:
+    for lead in {*_UNSPACED, *(first for first, _ in _PUNCTUATION)}:
         at = np.flatnonzero(content == lead)
         at = at[at <= last]
         for (first, second), (low, high) in _PUNCTUATION.items():
@@ -182,9 +173,8 @@ def _classify_characters(content: npt.NDArray[Any], codes: npt.NDArray[np.uint8]
                 third = content[at + 2]
                 found = at[(content[at + 1] == second) & (third >= low) & (third <= high)]
                 codes[found] = codes[found + 1] = codes[found + 2] = _SEPARATOR
-        for first, second in _UNSPACED:
-            if first == lead:
-                codes[at[content[at + 1] == second]] = _SINGLE
+        for second in _UNSPACED.get(lead, ()):
+            codes[at[content[at + 1] == second]] = _SINGLE
     at = np.flatnonzero(content == 0xC2)  # no-break space, quotation marks and other signs
     codes[at] = codes[at[at <= last] + 1] = _SEPARATOR
 

@@ -13,6 +13,7 @@ import numpy as np
 from titanlike.data.documents.readers import Document, OnBadRecord, chunks_of
 from titanlike.data.tokens.tokenization import FileSpan, ReportProgress, WorkUnit, WorkUnitResult, tokenize
 from titanlike.data.tokens.tokenizer import Tokenizer
+from titanlike.data.tokens.work_units import write_result
 from titanlike.tools.data.quality import duplicates
 from titanlike.tools.data.quality.documents import CandidateDocument, UnitReader
 from titanlike.tools.data.quality.duplicates import merge, write_run
@@ -30,7 +31,7 @@ SPACES = b" \t\r\n\v\f"
 
 
 def process(unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
-    """Does the pass `job.stage` over a work unit. Returns the result of tokenization; the other passes write files only."""
+    """Does the pass `job.stage` over a work unit and writes what it found. Returns the result of tokenization."""
     merged = duplicates.read_merged(job.stages)
     reader = UnitReader(unit, job, duplicates.read_verdicts(job.stages, merged, unit.number) if merged else None)
     result, found = None, dict[str, Any]()
@@ -49,6 +50,8 @@ def process(unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: Re
     fsync_directory(job.stages)  # a result is durable after what it says to be there
     atomic_write_text(job.stages / RESULT.format(job.stage, unit.number), json.dumps(found))
     fsync_directory(job.stages)
+    if result:
+        write_result(result, job.folder)
     return result
 
 
