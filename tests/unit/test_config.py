@@ -136,7 +136,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ("[trainin]\nsteps = 3", "trainin: unknown key; did you mean [training]?"),
         ("[metrics]\nmachine_interval = 5.0", "metrics.machine_interval = 5.0: unknown key; remove it; exporters measure GPUs"),
         ("[training]\nfoo = 3", "training.foo = 3: unknown key; the keys of [training] are steps, seq_len,"),
-        ("zzz = 3", "zzz = 3: unknown key; the sections of a recipe are activation_checkpoint, checkpoint, compile,"),
+        ("zzz = 3", "zzz = 3: unknown key; choose from activation_checkpoint, checkpoint, compile,"),
         ('[training]\nsteps = "3"', 'training.steps = "3" must be an integer >= 1'),
         ("[training]\nsteps = 3.0", "training.steps = 3.0 must be an integer >= 1"),
         ("[training]\nsteps = true", "training.steps = true must be an integer >= 1"),
@@ -191,8 +191,8 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ("[model]\nnum_layers = 1000000", "model.num_layers = 1000000 must be an integer >= 1 and <= 10000"),
         ("[data]\nweights = [1e308, 1e308]", "data.weights = 1e+308 must be at most 1000000000"),
         ("[optimizer]\nlr = 1e308", "optimizer.lr = 1e+308 must be at most 1000000000"),
-        ('["a\\nb"]\nx = 1', "a\\nb: unknown key; the sections of a recipe are"),
-        ("'' = 1", '"" = 1: unknown key; the sections of a recipe are'),
+        ('["a\\nb"]\nx = 1', "a\\nb: unknown key; choose from"),
+        ("'' = 1", '"" = 1: unknown key; choose from'),
     ],
 )  # fmt: skip
 def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:

@@ -20,7 +20,7 @@ from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.opening import open_file
 from titanlike.data.documents.readers import Fields, read_documents
-from titanlike.tools.data.inputs import list_inputs
+from titanlike.tools.data.prepare import list_inputs
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ def test_user_errors_are_one_line(tmp_path: Path) -> None:
     assert [end.code for end in found] == [2, 2, 2]
     assert found[0].err == "error: --filter no.py:keep: no.py cannot be read: No such file or directory\n"
     assert found[1].err.startswith(
-        "error: --quality max_words=3: 'max_words' is not a limit; use default, or min_characters"
+        "error: --quality max_words=3: max_words = 3: unknown key; did you mean max_repeated_words?"
     )
     assert found[2].err == "error: --repeated-lines 1 removes every line; give at least 2, or 0 to keep them\n"
     assert not (tmp_path / "out").exists()

@@ -95,7 +95,7 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None
     elif siblings and section:
         remedy = f"the keys of [{section}] are {', '.join(key.rpartition('.')[2] for key in siblings)}"
     else:
-        remedy = f"the sections of a recipe are {', '.join(sections)}"
+        remedy = f"choose from {', '.join(sections)}"
     return f"{setting}: unknown key; {remedy}"
 
 

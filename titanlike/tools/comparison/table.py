@@ -1,6 +1,5 @@
 """The comparison as tables for a terminal, and as data."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,7 +15,6 @@ from titanlike.tools.comparison.runs import ComparedRun, KeyDifference, Summary,
 
 Cell = Callable[[Summary, Summary], str]  # of a run's summary and the baseline's
 MAX_NAME = 32
-MAX_VALUES = 6  # of a key
 STATE_STYLES = {"running": "green", "complete": "", "stopped": "yellow", "unknown": ""}
 UNKNOWN = "-"
 
@@ -91,15 +89,10 @@ def ratio(run: Summary, baseline: Summary) -> float | None:
 
 def count(value: float | None) -> str:
     """Formats a number of tokens with three digits, such as 1.23B."""
-    if value is None:
-        return UNKNOWN
-    scaled, suffix = float(value), ""
-    for suffix_of_power in ("K", "M", "B", "T"):
-        if scaled < 999.5:
-            break
-        scaled, suffix = scaled / 1000, suffix_of_power
-    digits = max(0, 2 - math.floor(math.log10(scaled))) if suffix and scaled else 0
-    return f"{scaled:.{digits}f}{suffix}"
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value is not None and value >= 0.9995 * factor:
+            return f"{value / factor:#.3g}".rstrip(".") + suffix
+    return number(value, ".0f")
 
 
 def _progress(run: Summary) -> str:
@@ -150,8 +143,7 @@ def _by_value(difference: KeyDifference, names: Sequence[str]) -> str:
     for value, name in zip(difference.values, names, strict=True):
         groups.setdefault(value, []).append(name)
     parts = []
-    for value, members in list(groups.items())[:MAX_VALUES]:
+    for value, members in groups.items():
         listed = ", ".join(members[:3]) + (f" and {len(members) - 3} others" if len(members) > 3 else "")
         parts.append(f"{'not set' if value is None else shown(value)} ({listed})")
-    others = len(groups) - len(parts)
-    return "; ".join([*parts, *([f"and {others} other values"] if others else [])])
+    return "; ".join(parts)

@@ -8,6 +8,7 @@ have passes over the text before tokenization, and write to `OUT.partial/stages`
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.data_files import File, convert_write_errors
+from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult, finish
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.tokens.work_units import read_result, remove_results, split_work_units
-from titanlike.tools.data.inputs import list_inputs
 from titanlike.tools.data.quality.options import FOLDER, Quality, Stage, WorkerOptions
 from titanlike.tools.data.quality.passes import build_report, finish_pass, is_finished
 from titanlike.tools.data.quality.report import REASONS, REPORT
@@ -119,6 +120,14 @@ def prepare(
         manifest = finish(partial, out, results, built, job, files)
         _remove_results(out)
         return manifest
+
+
+def list_inputs(inputs: Sequence[str | File]) -> list[File]:
+    """Lists the files of a command's INPUT arguments, which must not overlap."""
+    files = [file for item in inputs for file in ([item] if isinstance(item, File) else list_files(item, "INPUT"))]
+    if twice := [name for name, count in Counter(file.name for file in files).items() if count > 1]:
+        raise UserError(f"INPUT: {twice[0]} is given twice; give each file once")
+    return files
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.data_files import File, convert_write_errors, import_optional
 from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
 from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
-from titanlike.tools.data.inputs import list_inputs
+from titanlike.tools.data.prepare import list_inputs
 from titanlike.utils.atomic_write import atomic_write_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"

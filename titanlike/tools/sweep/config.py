@@ -179,7 +179,7 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
         raise UserError(f'{file}: there is nothing to search over; add a table such as [search."optimizer.lr"]')
     plan = SweepPlan(sweep, file, recipe, dimensions, load_known(recipe, {}))
     if problems := [*_metric_problems(plan), *_space_problems(plan)]:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(dict.fromkeys(problems)))
     return plan
 
 
@@ -239,15 +239,12 @@ def _metric_problems(plan: SweepPlan) -> Iterator[str]:
 def _space_problems(plan: SweepPlan) -> Iterator[str]:
     """Checks the recipe with each extreme of each key, beside the first one of the others. Yields the first problem of each key."""
     first = {key: dimension.extremes()[0] for key, dimension in plan.dimensions.items()}
-    found: set[str] = set()
     for searched, dimension in plan.dimensions.items():
         for value in dimension.extremes():
             setting = first | {searched: value}
             if problem := _problem(plan, setting):
-                if problem not in found:
-                    text = ", ".join(f"{key} = {shown(value)}" for key, value in setting.items() if key in problem)
-                    yield f"{plan.file}: search: " + (problem if problem.startswith(text) else f"{text}: {problem}")
-                found.add(problem)
+                text = ", ".join(f"{key} = {shown(value)}" for key, value in setting.items() if key in problem)
+                yield f"{plan.file}: search: " + (problem if problem.startswith(text) else f"{text}: {problem}")
                 break
 
 

@@ -1,14 +1,14 @@
 """Filters that do not depend on the language: length, symbols, and repetition within a document."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from titanlike.config import UserError
-from titanlike.config.base import record, validate
+from titanlike.config.base import section
+from titanlike.recipe.load import load, parse_value
 from titanlike.tools.data.quality.hashing import Words, shingles_of
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -18,7 +18,7 @@ _SPACES = b" \t\r\n\v\f"
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # all bytes of a character but its first
 
 
-@record
+@section
 class Thresholds:
     """Limits of the filters of `--quality`. A document that is beyond one is removed."""
 
@@ -51,22 +51,8 @@ class Verdict(NamedTuple):
 
 def parse_thresholds(text: str) -> Thresholds:
     """Parses `default`, or limits such as `min_characters=50,max_symbols=0.3`, which replace defaults."""
-    names = [each.name for each in fields(Thresholds)]
-    values: dict[str, float] = {}
-    for item in [] if text == "default" else text.split(","):
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in names:
-            raise UserError(
-                f"--quality {text}: {name!r} is not a limit; use default, or {', '.join(names)}, as in {names[0]}=50"
-            )
-        try:
-            values[name] = float(value) if "." in value else int(value)
-        except ValueError:
-            raise UserError(f"--quality {text}: {name} = {value!r} is not a number") from None
-    try:
-        return validate(Thresholds, values)
-    except ValueError as error:
-        raise UserError(f"--quality {text}: {error}") from None
+    items = [] if text == "default" else [item.partition("=") for item in text.replace(" ", "").split(",")]
+    return load(Thresholds, Path(f"--quality {text}"), given={name: parse_value(value) for name, _, value in items})
 
 
 def judge(text: str, content: bytes, limits: Thresholds) -> Verdict | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.config import UserError
+from titanlike.data.documents.readers import replace_surrogates
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,7 @@ class OwnFilter:
         except (Exception, SystemExit) as error:
             raise UserError(f"--filter {self.name} raised {type(error).__name__}: {error}") from error
         if isinstance(result, str):
-            try:
-                result.encode()
-            except UnicodeEncodeError:
-                raise UserError(f"--filter {self.name} returned a text that is not UTF-8: a lone surrogate") from None
-            return result or None
+            return replace_surrogates(result) or None
         if isinstance(result, (bool, np.bool_)):
             return text if result else None
         raise UserError(
