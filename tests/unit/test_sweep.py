@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 
 from tests.launching import Cli
@@ -23,7 +24,6 @@ from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
 from titanlike.tools.sweep.results import read_results, table
 from titanlike.tools.sweep.scheduler import Interrupted, RunProcess, Scheduler, run_command, slots, wait_for_lock
 from titanlike.tools.sweep.study import JOURNAL, Study
-from titanlike.utils.file_lock import FileLock
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "train_configs/debug.toml"
@@ -377,23 +377,29 @@ sys.stdin.read()
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )  # fmt: skip
     assert holder.stdout and holder.stdin and holder.stdout.readline()
-    original = FileLock.__init__
-    attempts = 0
+    waits: list[float] = []
 
-    def count(self: FileLock, path: Path) -> None:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 2:
-            assert holder.stdin
-            holder.stdin.close()
-            holder.wait()
-        original(self, path)
+    def end_holder(seconds: float) -> None:
+        waits.append(seconds)
+        assert holder.stdin
+        holder.stdin.close()
+        holder.wait()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileLock, "__init__", count)
+        patch.setattr(scheduler.time, "sleep", end_holder)
         wait_for_lock(tmp_path / "lock")
-    assert holder.stdout.close() is None and attempts >= 2
+    assert holder.stdout.close() is None and len(waits) == 1
     assert f"waiting for process {holder.pid}" in capsys.readouterr().out
+
+
+def test_integers_of_a_number_are_a_range_of_numbers(tmp_path: Path) -> None:
+    ranges = {"optimizer.weight_decay": "low = 0\nhigh = 1", "training.steps": "low = 50\nhigh = 70\nstep = 10"}
+    text = "".join(f'[search."{key}"]\n{limits}\n' for key, limits in ranges.items())
+    found = Study(load_sweep(sweep_file(tmp_path, text), {})).distributions
+    assert found == {
+        "optimizer.weight_decay": FloatDistribution(0, 1),
+        "training.steps": IntDistribution(50, 70, step=10),
+    }
 
 
 def test_command_line(tmp_path: Path, cli: Cli) -> None:

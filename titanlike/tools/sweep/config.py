@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from titanlike.config import UserError
 from titanlike.config.base import FilePath, Name, NonNegative, Positive, nearest, section, show_value, shown
-from titanlike.config.schema import describe
 from titanlike.config.shipped import recipe_path
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import COMMAND_LINE, _toml, dump, effective, read, similar_recipe
 from titanlike.run.checks import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
-from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, recipe_types, run_program
+from titanlike.tools.programs import SHIPPED, effective_overrides, load_known, run_program
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
@@ -217,10 +216,6 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
     dimension = load(Dimension, Path(where), given=table)
     if problem := dimension.problem():
         raise UserError(f"{where}: {problem}")
-    types = {each.name: each.type for recipe_type in recipe_types().values() for each in describe(recipe_type)}
-    limits = {name: getattr(dimension, name) for name in ("low", "high", "step")}
-    if types.get(key, "").startswith("number") or any(isinstance(number, float) for number in limits.values()):
-        return replace(dimension, **{name: float(number) for name, number in limits.items() if number is not None})
     return dimension
 
 

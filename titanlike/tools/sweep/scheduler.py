@@ -23,7 +23,7 @@ from titanlike.tools.sweep.config import SweepPlan, recipe_text
 from titanlike.tools.sweep.results import Trial, settings_text, trial_line, write_results
 from titanlike.tools.sweep.study import Study
 from titanlike.utils.atomic_write import atomic_write_text
-from titanlike.utils.file_lock import FileLock, LockHeld
+from titanlike.utils.file_lock import FileLock, LockHeld, is_locked
 from titanlike.utils.live_line import LiveLine
 from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus
 
@@ -127,16 +127,10 @@ def slots(plan: SweepPlan) -> list[dict[str, str]]:
 
 def wait_for_lock(path: Path) -> None:
     """Waits until no process trains in a run directory: a killed sweep's saves a checkpoint first."""
-    is_reported = False
-    while path.exists():
-        try:
-            FileLock(path).release()
-            return
-        except LockHeld as holder:
-            if not is_reported:
-                print(f"waiting for {holder}, which trains in {path.parent}", flush=True)
-            is_reported = True
-            time.sleep(LOCK_POLL)
+    if is_locked(path):
+        print(f"waiting for {path.read_text().strip()}, which trains in {path.parent}", flush=True)
+    while is_locked(path):
+        time.sleep(LOCK_POLL)
 
 
 class Interrupted(Exception):

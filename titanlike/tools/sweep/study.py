@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.schema import describe
+from titanlike.tools.programs import recipe_types
 from titanlike.tools.sweep.config import Dimension, SweepPlan, as_text
 from titanlike.tools.sweep.results import Trial
 
@@ -36,7 +38,7 @@ class Study:
         """Opens the storage, or creates it. Raises `UserError` if it has the trials of another sweep."""
         optuna.logging.set_verbosity(logging.ERROR)
         self.plan, self.sweep = plan, plan.sweep
-        self.distributions = {key: _distribution(dimension) for key, dimension in plan.dimensions.items()}
+        self.distributions = {key: _distribution(key, dimension) for key, dimension in plan.dimensions.items()}
         plan.path.mkdir(parents=True, exist_ok=True)
         self._storage = _open_storage(plan.path / JOURNAL)
         self._study = optuna.create_study(
@@ -162,14 +164,15 @@ class Study:
             )
 
 
-def _distribution(dimension: Dimension) -> BaseDistribution:
+def _distribution(key: str, dimension: Dimension) -> BaseDistribution:
     if dimension.values:
         return CategoricalDistribution([as_text(value) for value in dimension.values])
     low, high, step = dimension.low, dimension.high, dimension.step
     assert low is not None and high is not None  # load_sweep has checked them
-    if isinstance(low, int):
-        return IntDistribution(low, int(high), log=dimension.log, step=int(step or 1))
-    return FloatDistribution(low, high, log=dimension.log, step=step)
+    types = {each.name: each.type for recipe_type in recipe_types().values() for each in describe(recipe_type)}
+    if all(isinstance(each, int) for each in (low, high, step or 1)) and not types.get(key, "").startswith("number"):
+        return IntDistribution(int(low), int(high), log=dimension.log, step=int(step or 1))
+    return FloatDistribution(float(low), float(high), log=dimension.log, step=step)
 
 
 def _open_storage(path: Path) -> JournalStorage:
