@@ -119,6 +119,13 @@ def test_clusters_against_a_search() -> None:
     assert list(zip(first.tolist(), copies.tolist(), strict=True)) == [(0, 2), (0, 3), (1, 4)]
 
 
+def test_copies_do_not_form_a_chain() -> None:
+    """Each follows the first one, so that the time does not grow with the square of their number."""
+    parents = np.arange(1000, dtype=np.uint32)
+    link(parents, *copies_of(np.zeros(1000, np.uint64), np.arange(1000)))
+    assert not parents.any()
+
+
 def test_merge_yields_every_record_once(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     expected, paths = [], []
