@@ -29,7 +29,7 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks.machine import _data_files, evaluation_files
-from titanlike.tools.data.inspection import inspect_shards, shards_as_json
+from titanlike.tools.data.inspection import inspect_shards, shards_as_json, verify_shards
 
 EOS = 256  # of the byte tokenizer
 BYTES, BYTES_BOS = build_tokenizer(Section()), build_tokenizer(Section(special="bos", bos="<|endoftext|>"))
@@ -378,16 +378,16 @@ def test_the_check_of_a_recipe_finds_missing_and_damaged_files(tmp_path: Path) -
 def test_inspection_prints_files_and_documents(written: tuple[str, list[int]]) -> None:
     path, tokens = written
     text = io.StringIO()
-    inspect_shards(path, verify=False, limit=2, console=Console(file=text, width=200))
+    inspect_shards(path, limit=2, console=Console(file=text, width=200))
     program = next(name for name in ("Megatron-LM", "llm.c", "nanoGPT") if name in text.getvalue())
     assert (
         f"train: {len(tokens)} tokens, {'9' if program == 'Megatron-LM' else 'an unknown number of'} documents, 1 shard\n"
         in text.getvalue()
     )
     assert ("documents of 2 to 41 tokens, median 13" in text.getvalue()) == (program == "Megatron-LM")
-    assert json.loads(shards_as_json(path, verify=False))["source"] == {"program": program}
+    assert json.loads(shards_as_json(path))["source"] == {"program": program}
     with pytest.raises(UserError, match="has no hashes"):
-        shards_as_json(path, verify=True)
+        verify_shards(path)
 
 
 def test_an_index_is_read_in_bounded_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
-    from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json
+    from titanlike.tools.data.inspection import inspect_recipe, inspect_shards, shards_as_json, verify_shards
     from titanlike.tools.rich_console import RichConsole
 
     console = RichConsole(highlight=False, soft_wrap=True)
@@ -53,10 +53,14 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"{' '.join(arguments.overrides)}: token shards have no recipe keys to override")
         if arguments.validation:
             raise UserError(f"--validation requires a recipe; {arguments.path} is read as a folder of token shards")
+        if arguments.verify:
+            verify_shards(arguments.path)
         if arguments.json:
-            print(shards_as_json(arguments.path, verify=arguments.verify))
+            print(shards_as_json(arguments.path))
             return
-        inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
+        inspect_shards(arguments.path, limit=arguments.sequences, console=console)
+        if arguments.verify:
+            console.print("        all files match the manifest", style="green")
         return
     for name in ("json", "verify"):
         if getattr(arguments, name):

@@ -75,9 +75,14 @@ def inspect_recipe(
         console.print(f"\n{num_rows - limit} more; --sequences {num_rows} shows all")
 
 
-def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> None:
-    """Prints the contents of token shards or token files, and the report of what was removed from the text. With `verify`, checks
-    the hash of each file."""
+def verify_shards(path: str) -> None:
+    """Checks the hash of each file of token shards."""
+    for name in open_shards(path).manifest.splits:
+        open_shards(path, name).verify()
+
+
+def inspect_shards(path: str, *, limit: int, console: Console) -> None:
+    """Prints the contents of token shards or token files, and the report of what was removed from the text."""
     training = open_shards(path)
     manifest = training.manifest
     tokenizer = manifest.tokenizer
@@ -99,24 +104,16 @@ def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> 
             if len(lengths):  # of a file without an index, they depend on the tokenizer
                 middle = lengths[len(lengths) // 2]
                 lines[-1] += f"; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}"
-        if verify:
-            split.verify()
     lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {training.fingerprint}")
     report = read_report(path)
     if report:
         lines += render_report(report, limit)
     console.print("\n".join(lines), highlight=False, markup=False)
-    if verify:
-        console.print("        all files match the manifest", style="green")
 
 
-def shards_as_json(path: str, *, verify: bool) -> str:
-    """Returns the manifest of token shards or token files, and the report of what was removed from the text, as JSON. With
-    `verify`, checks the hash of each file."""
+def shards_as_json(path: str) -> str:
+    """Returns the manifest of token shards or token files, and the report of what was removed from the text, as JSON."""
     training = open_shards(path)
-    if verify:
-        for name in training.manifest.splits:
-            open_shards(path, name).verify()
     values = asdict(training.manifest) | {"fingerprint": training.fingerprint, "report": read_report(path)}
     return json.dumps(values, indent=1)
 
