@@ -93,27 +93,24 @@ def words_of(contents: Sequence[bytes]) -> Words:
 
     In scripts without spaces between words, each character is a word.
     """
-    found = [(_hash_words(batch), texts) for batch, texts in _batches(contents)]
-    counts = np.zeros(len(contents), np.int64)
-    for words, texts in found:
-        np.add.at(counts, texts, np.diff(words.ends, prepend=0))
-    return Words(np.concatenate([words.hashes for words, _ in found]), np.cumsum(counts))
+    split = [pieces(content) for content in contents]
+    found = [_hash_words(batch) for batch in _batches([piece for each in split for piece in each])]
+    counts = np.concatenate([np.diff(words.ends, prepend=0) for words in found])  # of each piece
+    first = np.cumsum([0, *map(len, split)])[:-1]  # piece of each text
+    return Words(np.concatenate([words.hashes for words in found]), np.cumsum(np.add.reduceat(counts, first)))
 
 
-def _batches(contents: Sequence[bytes]) -> Iterator[tuple[list[bytes], list[int]]]:
-    """Yields the pieces of texts that are hashed at once, `GROUP` bytes or one piece, with the number of the text of each."""
+def _batches(parts: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Yields the pieces that are hashed at once: `GROUP` bytes, or one piece."""
     batch: list[bytes] = []
-    texts: list[int] = []
     size = 0
-    for number, content in enumerate(contents):
-        for piece in pieces(content):
-            if batch and size + len(piece) + 1 > GROUP:
-                yield batch, texts
-                batch, texts, size = [], [], 0
-            batch.append(piece)
-            texts.append(number)
-            size += len(piece) + 1
-    yield batch, texts
+    for piece in parts:
+        if batch and size + len(piece) + 1 > GROUP:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += len(piece) + 1
+    yield batch
 
 
 def _hash_words(contents: Sequence[bytes]) -> Words:
