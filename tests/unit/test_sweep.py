@@ -21,8 +21,8 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.sweep import scheduler
 from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
-from titanlike.tools.sweep.results import read_results, table
-from titanlike.tools.sweep.scheduler import Interrupted, RunProcess, Scheduler, run_command, slots, wait_for_lock
+from titanlike.tools.sweep.results import Trial, read_results, table
+from titanlike.tools.sweep.scheduler import Interrupted, Scheduler, TrialRun, run_command, slots, wait_for_lock
 from titanlike.tools.sweep.study import JOURNAL, Study
 
 ROOT = Path(__file__).parents[2]
@@ -141,10 +141,12 @@ class Killed(BaseException):
     """Ends the sweep without a clean-up, like SIGKILL."""
 
 
-class FakeRun:
+class FakeRun(TrialRun):
     """A run that records one validation at each poll. It resumes after the last one."""
 
-    def __init__(self, plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    def __init__(self, plan: SweepPlan, trial: Trial, variables: Mapping[str, str]) -> None:
+        number, settings = trial.trial, trial.settings
+        self.number, self.started, self.size, self.last_step, self.stop_at = number, 0.0, 0, 0, 0.0
         folder = plan.run_path(number)
         self.file, self.code = folder / "metrics.jsonl", None
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +186,7 @@ def run_fake(plan: SweepPlan, num_slots: int = 1) -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "POLL_INTERVAL", 0.0)
-    monkeypatch.setattr(scheduler, "start_run", FakeRun)
+    monkeypatch.setattr(scheduler, "TrialRun", FakeRun)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -350,18 +352,20 @@ def test_a_signal_stops_the_trials_and_they_resume(tmp_path: Path, fast: None, m
     assert len(read_results(plan.path)["trials"]) == 8
 
 
-def test_a_run_process_reports_its_error_and_is_stopped(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def test_a_run_reports_its_error_and_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = load_sweep(sweep_file(tmp_path), {})
+    plan.path.mkdir(parents=True)
+    trial = Trial(0, None, {}, 0, "running", "", "tiny-000", {})
     script = "import sys; print('error: no data', file=sys.stderr); print('end'); sys.exit(2)"
-    run = RunProcess([sys.executable, "-c", script], {}, log, signal.SIGTERM)
-    while run.poll() is None:
-        pass
-    assert run.error() == "no data (exit code 2)"
-    run = RunProcess(["sleep", "60"], {}, log, signal.SIGTERM)
-    run.stop()
-    while run.poll() is None:
-        pass
-    assert run.poll() == -signal.SIGTERM
+    for command in ([sys.executable, "-c", script], ["sleep", "60"]):
+        monkeypatch.setattr(scheduler, "run_command", lambda *_, command=command: command)
+        run = TrialRun(plan, trial, {})
+        if command[0] == "sleep":
+            run.stop()
+        while run.poll() is None:
+            pass
+        assert run.poll() == (-signal.SIGTERM if command[0] == "sleep" else 2)
+        assert run.error() == ("no output (ended by SIGTERM)" if command[0] == "sleep" else "no data (exit code 2)")
 
 
 def test_a_run_that_still_trains_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,10 +225,9 @@ def _metric_problems(plan: SweepPlan) -> Iterator[str]:
         near = nearest(metric, METRICS)
         hint = f"did you mean {near}? " if near else ""
         yield f"{file}: metric = {show_value(metric)}: no such metric; {hint}choose from {', '.join(METRICS)}, evaluation/NAME/..."
-    elif metric == "validation_loss" and not recipe.validation.interval:
-        yield f"{file}: metric = 'validation_loss', but the recipe has validation.interval = 0; set it to a number of steps"
-    elif metric.startswith("evaluation/") and not recipe.evaluation.interval:
-        yield f"{file}: metric = {show_value(metric)}, but the recipe has evaluation.interval = 0; set it to a number of steps"
+    section = "validation" if metric == "validation_loss" else metric.partition("/")[0]
+    if section in ("validation", "evaluation") and not getattr(recipe, section).interval:
+        yield f"{file}: metric = {show_value(metric)}, but the recipe has {section}.interval = 0; set it to a number of steps"
 
 
 def _space_problems(plan: SweepPlan) -> Iterator[str]:

@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,21 +34,26 @@ KILL_DELAY = 30  # seconds after run.shutdown_timeout
 MAX_FAILURES = 3  # of the first trials, after which no other one starts
 
 
-class RunProcess:
+class TrialRun:
     """The run of a trial as a child process, whose output is in `RUN.log` beside the run directory. It resumes from its newest
     checkpoint."""
 
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path, on_death: signal.Signals
-    ) -> None:
-        """Starts the command. It receives the signal `on_death` if this process dies."""
-        self.log = log
+    def __init__(self, plan: SweepPlan, trial: Trial, variables: Mapping[str, str]) -> None:
+        """Starts the run with the variables of its slot, after the process of a killed sweep has left it."""
+        self.number, self.started = trial.trial, time.monotonic()
+        self.size = self.last_step = 0  # of the metrics file, when it was read
+        self.stop_at = 0.0  # when it is killed, after a request to stop
+        folder, resources = plan.run_path(trial.trial), plan.sweep.resources
+        wait_for_lock(folder / "lock")
+        is_job = resources.backend == "sagemaker" and "--simulate" not in resources.options
+        on_death = signal.SIGKILL if is_job else signal.SIGTERM  # a job continues, and the next process attaches to it
         environment = launch_config.child_environment(variables)
         environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-        with log.open("ab") as output:
+        self._log = folder.with_name(f"{folder.name}.log")
+        with self._log.open("ab") as output:
             self._start = output.tell()
             self._process = subprocess.Popen(
-                command,
+                run_command(plan, trial.trial, trial.settings),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -74,22 +78,12 @@ class RunProcess:
 
     def error(self) -> str:
         """Returns the last error of the run's output, or its last line."""
-        text = self.log.read_bytes()[self._start :].decode(errors="replace")
+        text = self._log.read_bytes()[self._start :].decode(errors="replace")
         lines = [printable(line) for line in text.splitlines() if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         code = self.poll()
         end = f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         return f"{[*errors, *lines[-1:], 'no output'][0]} ({end})"
-
-
-def start_run(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> RunProcess:
-    """Starts the run of a trial with the variables of its slot, after the process of a killed sweep has left the run."""
-    folder = plan.run_path(number)
-    wait_for_lock(folder / "lock")
-    resources = plan.sweep.resources
-    is_job = resources.backend == "sagemaker" and "--simulate" not in resources.options
-    on_death = signal.SIGKILL if is_job else signal.SIGTERM  # a job continues, and the next process attaches to it
-    return RunProcess(run_command(plan, number, settings), variables, folder.with_name(f"{folder.name}.log"), on_death)
 
 
 def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> list[str]:
@@ -155,24 +149,12 @@ def run_sweep(plan: SweepPlan) -> None:
         lock.release()
 
 
-@dataclass
-class Active:
-    """A trial that runs."""
-
-    trial: Trial
-    run: RunProcess
-    started: float
-    size: int = 0  # of the metrics file, when it was read
-    last_step: int = 0
-    stop_at: float = 0.0  # when it is killed, after a request to stop
-
-
 class Scheduler:
     """Runs all trials of a study that have not ended, then new ones up to the number of the sweep."""
 
     def __init__(self, plan: SweepPlan, study: Study, slots: list[dict[str, str]]) -> None:
         self.plan, self.study, self.slots = plan, study, slots
-        self.active: dict[int, Active] = {}  # by slot
+        self.active: dict[int, TrialRun] = {}  # by slot
         self.line = LiveLine(plain_interval=30.0, transient=True)
         self.signal = 0
 
@@ -190,8 +172,8 @@ class Scheduler:
                         time.sleep(POLL_INTERVAL)
             finally:
                 self.line.close()
-                for active in self.active.values():  # after an error only
-                    active.run.kill()
+                for run in self.active.values():  # after an error only
+                    run.kill()
         if self.signal:
             raise Interrupted(self.signal)
 
@@ -211,44 +193,43 @@ class Scheduler:
             else:
                 break
             self.line.print(f"trial {trial.trial} {verb}: {settings_text(trial.settings)}")
-            run = start_run(self.plan, trial.trial, trial.settings, variables)
-            self.active[slot] = Active(trial, run, time.monotonic())
+            self.active[slot] = TrialRun(self.plan, trial, variables)
             has_started = True
         return has_started
 
     def _watch(self, slot: int) -> None:
-        active, number = self.active[slot], self.active[slot].trial.trial
-        code = active.run.poll()  # before the metrics are read: an ended run's are complete
-        reason = self._report(active, force=code is not None)
+        run = self.active[slot]
+        code = run.poll()  # before the metrics are read: an ended run's are complete
+        reason = self._report(run, force=code is not None)
         if code is None:
-            if (reason or self.signal) and not active.stop_at:
-                active.stop_at = time.monotonic() + self.plan.known.run.shutdown_timeout + KILL_DELAY
-                active.run.stop()
-            if active.stop_at and time.monotonic() > active.stop_at:
-                active.run.kill()
+            if (reason or self.signal) and not run.stop_at:
+                run.stop_at = time.monotonic() + self.plan.known.run.shutdown_timeout + KILL_DELAY
+                run.stop()
+            if run.stop_at and time.monotonic() > run.stop_at:
+                run.kill()
             return
         del self.active[slot]
         if code == 0:
-            self.study.complete(number)
+            self.study.complete(run.number)
         elif code not in STOPPED and not self.signal:
-            self.study.fail(number, active.run.error())
+            self.study.fail(run.number, run.error())
         elif not reason:
             self.signal = self.signal or code - 128  # someone stopped this run, and so the sweep
         trials = self.study.trials()
-        if trials[number].state != "running":
-            self.line.print(trial_line(trials[number], trials, self.plan.sweep))
+        if trials[run.number].state != "running":
+            self.line.print(trial_line(trials[run.number], trials, self.plan.sweep))
         self._write()
 
-    def _report(self, active: Active, *, force: bool) -> str:
+    def _report(self, run: TrialRun, *, force: bool) -> str:
         """Reports new metrics of a run. Returns why it is pruned, or an empty string."""
-        metrics = self.plan.run_path(active.trial.trial) / "metrics.jsonl"
+        metrics = self.plan.run_path(run.number) / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.exists() else 0
-        if size == active.size and not force:
+        if size == run.size and not force:
             return ""
-        active.size = size
+        run.size = size
         records = read_records(metrics)
-        active.last_step = max((record["step"] for record in records), default=0)
-        return self.study.report(active.trial.trial, records)
+        run.last_step = max((record["step"] for record in records), default=0)
+        return self.study.report(run.number, records)
 
     def _write(self) -> None:
         write_results(self.plan, self.study.trials(), self.study.importance())
@@ -257,13 +238,13 @@ class Scheduler:
         """Shows one line for each running trial."""
         trials = self.study.trials()
         lines = []
-        for active in self.active.values():
-            trial = trials[active.trial.trial]
+        for run in self.active.values():
+            trial = trials[run.number]
             steps = trial.settings.get("training.steps", str(self.plan.known.training.steps))
             value = "" if trial.value is None else f"  {self.plan.sweep.metric} {trial.value:.6g}"
-            seconds = f"{time.monotonic() - active.started:.0f} s"
-            state = "  stopping" if active.stop_at else ""
-            lines.append(f"trial {trial.trial}  step {active.last_step}/{steps}{value}  {seconds}{state}")
+            seconds = f"{time.monotonic() - run.started:.0f} s"
+            state = "  stopping" if run.stop_at else ""
+            lines.append(f"trial {run.number}  step {run.last_step}/{steps}{value}  {seconds}{state}")
         if lines:
             self.line.update("\n".join(lines))
 
@@ -273,8 +254,8 @@ class Scheduler:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal:
-                for active in self.active.values():
-                    active.run.kill()
+                for run in self.active.values():
+                    run.kill()
             elif number == signal.SIGINT and self.active:  # not print: the signal may have interrupted one
                 os.write(2, b"\nstopping the trials, which save a checkpoint; press Ctrl-C again to kill them\n")
             self.signal = number
