@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from titanlike.tools.comparison.runs import ComparedRun, KeyDifference, differences
+from titanlike.tools.comparison.runs import ComparedRun, differences
 from titanlike.tools.comparison.series import Array, Series
 from titanlike.tools.comparison.table import COLUMNS, problems
 
@@ -32,12 +32,19 @@ def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
     status = escape(f"{len(runs)} runs, baseline {runs[0].name}; written {time.strftime('%Y-%m-%d %H:%M:%S')}")
     reload = f' <label><input type="checkbox" id="reload"> reload every {refresh:g} s</label>' if refresh else ""
     cells = ([run.name, *(cell(run.summary, runs[0].summary) for cell in COLUMNS.values())] for run in runs)
+    rows = []
+    for each in differences(runs):  # values that differ from the baseline's are highlighted
+        marks = ["" if value == each.values[0] else " class=changed" for value in each.values]
+        values = [
+            f"<td{mark}>{escape(value or 'not set')}</td>" for mark, value in zip(marks, each.values, strict=True)
+        ]
+        rows.append("".join([f"<th>{escape(each.name)}</th>", *values]))
     parts = {
         "title": escape(f"Comparison of {names}"),
         "status": status + reload,
         "summary": _table(["run", *COLUMNS], ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)),
         "problems": "".join(f"<li>{escape(note)}</li>" for run in runs for note in problems(run)),
-        "differences": _table(["key", *(run.name for run in runs)], map(_difference_cells, differences(runs))),
+        "differences": _table(["key", *(run.name for run in runs)], rows),
         "plotly": files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"),
         # A name such as "</script>" must not end the element.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
@@ -49,15 +56,6 @@ def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
 def _table(names: Sequence[str], rows: Iterable[str]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-
-
-def _difference_cells(difference: KeyDifference) -> str:
-    """Returns the cells of a key; values that differ from the baseline's are highlighted."""
-    cells = [
-        f"<td{'' if value == difference.values[0] else ' class=changed'}>{escape(value or 'not set')}</td>"
-        for value in difference.values
-    ]
-    return "".join([f"<th>{escape(difference.name)}</th>", *cells])
 
 
 def _series(series: Series) -> dict[str, Any]:

@@ -30,7 +30,9 @@ COLUMNS: dict[str, Cell] = {
     "ratio": lambda run, baseline: number(ratio(run, baseline), ".2f"),
     "MFU": lambda run, _: number(run.mfu, ".1%"),
     "GiB": lambda run, _: number(run.peak_memory_gib, ",.2f"),
-    "wall time": lambda run, _: UNKNOWN if run.wall_seconds is None else duration(run.wall_seconds),
+    "wall time": lambda run, _: (
+        UNKNOWN if run.wall_seconds is None else str(timedelta(seconds=round(run.wall_seconds)))
+    ),
 }
 # The columns of two tables, for a terminal that is too narrow for one.
 NARROW = (
@@ -98,11 +100,6 @@ def count(value: float | None) -> str:
 def _progress(run: Summary) -> str:
     is_known = run.num_steps and run.state != "complete"
     return f"{run.step:,}" + (f"/{run.num_steps:,}" if is_known else "")
-
-
-def duration(seconds: float) -> str:
-    """Formats a time, such as 1:02:03."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def number(value: float | None, format_spec: str) -> str:
