@@ -26,9 +26,8 @@ from titanlike.tools.data.prepare import prepare
 from titanlike.tools.data.quality import documents as documents_of_units
 from titanlike.tools.data.quality import duplicates as merging
 from titanlike.tools.data.quality import hashing
-from titanlike.tools.data.quality.filters import Thresholds, parse_thresholds
+from titanlike.tools.data.quality.filters import Thresholds, open_filter, parse_thresholds
 from titanlike.tools.data.quality.options import Quality
-from titanlike.tools.data.quality.own_filter import open_filter
 from titanlike.tools.data.quality.report import read_report
 
 VOCAB = [f"{first}{second}{third}" for first in "bdkst" for second in "aeiou" for third in ("n", "r", "ll", "")]

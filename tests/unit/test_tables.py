@@ -32,8 +32,8 @@ from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.preference_tokens import open_preferences
 from titanlike.data.tokens.text_pairs import open_text_pairs
 from titanlike.tools.data.prepare import prepare
+from titanlike.tools.data.quality.filters import open_filter
 from titanlike.tools.data.quality.options import Quality
-from titanlike.tools.data.quality.own_filter import open_filter
 
 ROWS = [
     {"id": "007", "text": "plain"},

@@ -160,9 +160,8 @@ def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
 
 
 def _quality_of(arguments: argparse.Namespace) -> "Quality":
-    from titanlike.tools.data.quality.filters import parse_thresholds
+    from titanlike.tools.data.quality.filters import open_filter, parse_thresholds
     from titanlike.tools.data.quality.options import Quality
-    from titanlike.tools.data.quality.own_filter import open_filter
 
     if arguments.repeated_lines == 1:
         raise UserError("--repeated-lines 1 removes every line; give at least 2, or 0 to keep them")

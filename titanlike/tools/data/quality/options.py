@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.data.tokens.tokenization import Options
-from titanlike.tools.data.quality.filters import Thresholds
-from titanlike.tools.data.quality.own_filter import OwnFilter
+from titanlike.tools.data.quality.filters import OwnFilter, Thresholds
 
 FOLDER = "stages"  # in the folder that is being prepared: what the stages write for each other
 

@@ -17,6 +17,7 @@ from titanlike.data.tokens.work_units import write_result
 from titanlike.tools.data.quality import duplicates
 from titanlike.tools.data.quality.documents import CandidateDocument, UnitReader
 from titanlike.tools.data.quality.duplicates import merge, write_run
+from titanlike.tools.data.quality.filters import SPACES
 from titanlike.tools.data.quality.hashing import BANDS, Hashes, Numbers, band_keys, shingles_of, signatures_of
 from titanlike.tools.data.quality.options import WorkerOptions
 from titanlike.tools.data.quality.report import CODES, EXCERPT, FORMAT, Tally
@@ -27,7 +28,6 @@ COPIES, LINES, RESULT = "copies-{:05d}", "lines-{:05d}", "{}-{:05d}.json"
 REPEATED = "repeated-lines"
 MIN_LINE = 8  # bytes of the shortest line that is counted, so that brackets and list markers are not
 MAX_REMOVED = 0.5  # of a document's visible bytes that are in repeated lines; a document with more is removed
-SPACES = b" \t\r\n\v\f"
 
 
 def process(unit: WorkUnit, job: WorkerOptions, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult | None:
