@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.launching import Cli
+from titanlike.tools.comparison import table
 from titanlike.tools.comparison.page import page
 from titanlike.tools.comparison.runs import ComparedRun, differences, find, load, unique_names
 from titanlike.tools.comparison.series import TRAINING, VALIDATION, Series, add_wall_time, make_series, of_kind
@@ -83,6 +84,11 @@ def test_of_repeated_steps_the_later_record_counts(tmp_path: Path) -> None:
     summary = run.summary
     assert (summary.state, summary.step, summary.num_steps, summary.wall_seconds) == ("stopped", 3, 9, 9.5)
     assert (summary.best_validation_loss, summary.best_validation_step) == (8.0, 3)
+
+
+def test_numbers_of_tokens_have_three_digits() -> None:
+    found = [table.count(value) for value in (None, 0, 999, 999.6, 12_345, 999_499, 999_600, 1.234e9, 5e12)]
+    assert found == ["-", "0", "999", "1.00K", "12.3K", "999K", "1.00M", "1.23B", "5.00T"]
 
 
 def test_wall_time_adds_up_over_starts() -> None:

@@ -228,8 +228,10 @@ def test_lines_are_compared_without_white_space_around_them(tmp_path: Path) -> N
         f"Only in this document, and nowhere else: {number}\n" if number % 6 < 3 else texts[number]
         for number in range(12)
     ]
-    file = write(tmp_path / "a.jsonl", texts)
-    assert prepared([file], tmp_path / "out", quality=Quality(repeated_lines=3)) == expected
+    file = write(tmp_path / "a.jsonl", [*texts, texts[0]])
+    assert prepared([file], tmp_path / "out", quality=Quality("remove", repeated_lines=3)) == expected
+    report = report_of(tmp_path / "out")
+    assert report["documents"]["cleaned"]["documents"] == 6 and report["removed"]["exact_duplicates"]["documents"] == 1
 
 
 FILTER = """

@@ -21,7 +21,7 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.sweep import scheduler
 from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
-from titanlike.tools.sweep.results import Trial, read_results, table
+from titanlike.tools.sweep.results import Trial, rank, read_results, table
 from titanlike.tools.sweep.scheduler import Interrupted, Scheduler, TrialRun, run_command, slots, wait_for_lock
 from titanlike.tools.sweep.study import JOURNAL, Study
 
@@ -289,6 +289,18 @@ def test_more_trials_can_be_added_but_another_sweep_is_refused(tmp_path: Path, f
     assert len(read_results(plan.path)["trials"]) == 4
     with pytest.raises(UserError, match="the trials of a sweep with another seed, search; restore it"):
         Study(load_sweep(sweep_file(tmp_path, SEARCH.replace("40", "41")), {"seed": "1"}))
+
+
+def test_a_pruned_trial_stays_pruned_and_is_ranked_by_its_step(tmp_path: Path) -> None:
+    study = Study(load_sweep(sweep_file(tmp_path, SEARCH), {"pruning.pruner": "none"}))
+    for number, step in enumerate((20, 40)):
+        study.create_trial()
+        records = [{"step": 10, "validation_loss": 1.0}, {"step": step, "validation_loss": None}]
+        assert study.report(number, records) == f"validation_loss of step {step} is not finite"
+        study.complete(number)  # its run has ended by itself
+    assert [(trial.trial, trial.state, trial.step) for trial in rank(study.trials(), "minimize")] == [
+        (1, "pruned", 40), (0, "pruned", 20)
+    ]  # fmt: skip
 
 
 def test_parallel_trials(tmp_path: Path, fast: None) -> None:
