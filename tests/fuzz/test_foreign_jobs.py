@@ -1,6 +1,7 @@
 """Random job configs of torchtitan and command lines of Megatron-LM: each becomes a recipe that loads, or is refused."""
 
 import functools
+import json
 import random
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ import titanlike.optim.schedule  # noqa: F401  imports torch, before time is mea
 from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
 from tests.launching import nested
+from tests.torchtitan_configs import config
 from titanlike.config import UserError
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.migration import megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
+from titanlike.tools.migration.formats import convert
 from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
 from titanlike.tools.migration.torchtitan_keys import KEYS
 
@@ -49,6 +52,25 @@ def job_config(rng: random.Random) -> dict[str, Any]:
     return nested(given)
 
 
+def python_config(rng: random.Random) -> dict[str, Any]:
+    """Returns a config of 0.3, in which some values are others, or missing."""
+    values = config(rng.choice(["llama3", "qwen3"]), 2)
+    for _ in range(rng.randint(0, 3)):
+        node: Any = values
+        while isinstance(
+            inner := node[key := rng.choice([*node] if isinstance(node, dict) else range(len(node)))], dict | list
+        ):
+            if not inner or rng.random() < 0.1:
+                break
+            node = inner
+        if rng.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = rng.choice(VALUES)
+        values["training"] = values.get("training") or {"steps": 10}
+    return values
+
+
 def command_line(rng: random.Random) -> str:
     """Returns a command line with random options, and characters of the shell at random places."""
     text = BASE + "".join(f" {key} {rng.choice(WORDS)}" for key in rng.sample(sorted(OPTIONS), rng.randint(0, 8)))
@@ -63,8 +85,12 @@ def foreign_job(rng: random.Random, folder: Path) -> str:
     gpus, start = rng.choice([None, 8, 7]), time.process_time()
     job: Conversion | None
     try:
-        if rng.random() < 0.5:
+        kind = rng.randrange(3)
+        if kind == 0:
             job = torchtitan.convert("job.toml", job_config(rng), gpus)
+        elif kind == 1:
+            (folder / "job.json").write_text(json.dumps(python_config(rng)))
+            job = convert(folder / "job.json", gpus)
         else:
             job = megatron.convert("job.sh", command_line(rng), gpus, trust=True)
         if job is None:
@@ -84,7 +110,7 @@ def foreign_job(rng: random.Random, folder: Path) -> str:
 @pytest.mark.parametrize("chunk", range(2))
 def test_jobs_become_recipes_or_are_refused(chunk: int) -> None:
     found = harness.run_cases(foreign_job, range(chunk * CHUNK, (chunk + 1) * CHUNK))
-    assert {"refused", "Megatron-LM", "torchtitan 0.2"} <= found.keys()
+    assert {"refused", "Megatron-LM", "torchtitan 0.2", "torchtitan 0.3"} <= found.keys()
 
 
 main = functools.partial(harness.main, {foreign_job: 1})

@@ -35,6 +35,7 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.cli.command import refuse_unknown
+from titanlike.tools.cli.interchange import with_source
 from titanlike.tools.cli.main import build_parser
 from titanlike.tools.clusters.sagemaker.job import parse_channels
 from titanlike.tools.planning.hardware import load_hardware
@@ -80,7 +81,7 @@ OTHERS += sorted((ROOT / "docs/api").glob("*.md"))
 BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
-FOREIGN = {"torchtitan.toml", "pretrain_llama.sh", "config.json"}  # files of other programs
+FOREIGN = {"torchtitan.toml", "job.json", "pretrain_llama.sh", "config.json"}  # files of other programs
 IMPORTED: set[str] = set()  # recipes that a block makes of them
 
 
@@ -121,7 +122,7 @@ def train(words: Sequence[str], variables: dict[str, str]) -> None:
 def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
     if words[0] == "train":
         return train(words[1:], variables)
-    arguments, overrides = build_parser().parse_known_args(words)
+    arguments, overrides = build_parser().parse_known_args(with_source([*words]))
     refuse_unknown(arguments, overrides)
     if words[:2] == ["recipes", "copy"]:  # the next lines use it
         arguments.run(arguments)

@@ -1,6 +1,8 @@
 """`titanlike export` and `titanlike import`: models for other programs, and recipes and checkpoints from what users bring."""
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
 from titanlike.config import UserError
@@ -28,10 +30,12 @@ not run.
 
   titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
 
-From a job of another program, it writes the recipe of the job. That is a job config of torchtitan 0.2, or a shell script that
-starts Megatron-LM's pretrain_gpt.py, which is run with bash and a recorder in place of programs. Each key of the file is in the
-recipe, or named in its comments with the reason why not.
+From a job of another program, it writes the recipe of the job. That is a config of torchtitan 0.3, which the Python of its
+environment builds without a GPU, or its JSON, a job config of torchtitan 0.2, or a shell script that starts Megatron-LM's
+pretrain_gpt.py, which is run with bash and a recorder in place of programs. Each key is in the recipe, or named in its comments
+with the reason why not.
 
+  titanlike import --python venv/bin/python recipe.toml --gpus 64 -- --module llama3 --config llama3_8b --training.steps 1000
   titanlike import torchtitan.toml recipe.toml --gpus 64
   titanlike import pretrain_llama.sh recipe.toml --env NNODES=8
 
@@ -66,12 +70,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     command.add_argument(
         "source",
-        type=Path,
         metavar="SOURCE",
-        help="Hugging Face folder, a job's .toml or .sh file, or a checkpoint of torchtitan or Megatron-LM",
+        help="Hugging Face folder, a job's .toml, .json or .sh file, a checkpoint of torchtitan or Megatron-LM, or, after -- at "
+        "the end, the arguments of torchtitan 0.3",
     )
     text = "recipe to write, or, for a checkpoint, the recipe of the run to continue"
     command.add_argument("recipe", type=Path, metavar="RECIPE.toml", help=text)
+    text = "Python that imports torchtitan 0.3 (default: this one)"
+    command.add_argument("--python", default=sys.executable, metavar="PYTHON", help=text)
     text = "GPUs of the job, if its batch or layout depends on their number"
     command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
     text = "program that wrote the checkpoint (default: recognized by its tensors)"
@@ -80,15 +86,31 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--weights-only", action="store_true", help="start at step 1 with a new optimizer")
 
 
+def with_source(words: list[str]) -> list[str]:
+    """Returns the words of a command line, in which what follows -- is the SOURCE of `import`."""
+    if words[:1] != ["import"] or "--" not in words:
+        return words
+    end = words.index("--")
+    return ["import", f" {shlex.join(words[end + 1 :])}", *words[1:end]]  # with a space it is no option
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Runs `import`."""
-    if arguments.program or arguments.weights_only or _is_dcp(arguments.source):
-        _import_checkpoint(arguments)
+    source, recipe = Path(arguments.source), arguments.recipe
+    if arguments.source.startswith(" --"):
+        from titanlike.tools.migration.formats import import_command_line
+
+        import_command_line(shlex.split(arguments.source), arguments.python, recipe, arguments.gpus)
+    elif arguments.program or arguments.weights_only or _is_dcp(source):
+        from titanlike.tools.migration.checkpoints import import_checkpoint
+        from titanlike.tools.programs import load_known
+
+        print(import_checkpoint(source, load_known(recipe, {}), arguments.program, weights_only=arguments.weights_only))
     else:
         from titanlike.tools.migration.formats import import_recipe
 
         env = dict(arguments.env)
-        import_recipe(arguments.source, arguments.recipe, arguments.gpus, env, trust=arguments.trust)
+        import_recipe(source, recipe, arguments.gpus, env, trust=arguments.trust)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -119,11 +141,3 @@ def _export(arguments: argparse.Namespace) -> None:
 def _is_dcp(source: Path) -> bool:
     """Whether a folder, or one in it, is a checkpoint of torch.distributed.checkpoint."""
     return (source / ".metadata").exists() or any(source.glob("*/.metadata"))
-
-
-def _import_checkpoint(arguments: argparse.Namespace) -> None:
-    from titanlike.tools.migration.checkpoints import import_checkpoint
-    from titanlike.tools.programs import load_known
-
-    recipe = load_known(arguments.recipe, {})
-    print(import_checkpoint(arguments.source, recipe, arguments.program, weights_only=arguments.weights_only))

@@ -80,7 +80,7 @@ def main() -> None:
     names = parser.get_default("names")
     if (name := sys.argv[1]) not in names and (near := nearest(name, names, cutoff=0.75)):
         environment.fail(UserError(f"{shown(name)} is not a command; did you mean titanlike {near}?"))
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parser.parse_known_args(interchange.with_source(sys.argv[1:]))
     arguments.overrides = overrides
     try:
         refuse_unknown(arguments, overrides)

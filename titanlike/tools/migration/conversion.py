@@ -86,6 +86,8 @@ class Conversion:
     """The program of `titanlike plan --program` that this one is."""
     plan_changes: dict[str, Any] = field(default_factory=dict)
     """What this job has otherwise than `planned_as` usually has."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls some of `keys`, if otherwise."""
     tables: dict[str, Any] = field(default_factory=dict)
     """The recipe."""
     comments: dict[str, str] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class Conversion:
         known = self.keys[key]
         if key not in self.given:
             return known.default
-        value, name = self.given[key], f"{self.source}: {shown(key)} = {show_value(self.given[key])}"
+        value, name = self.given[key], f"{self.source}: {shown(self.name(key))} = {show_value(self.given[key])}"
         if not known.accepts(value):
             raise UserError(f"{name} must be of type {' or '.join(one.__name__ for one in known.valid_types)}")
         is_number = isinstance(value, int | float) and value != known.default
@@ -110,6 +112,10 @@ class Conversion:
         if key not in self.not_mapped:
             self.mapped.setdefault(key, [])
         return value
+
+    def name(self, key: str) -> str:
+        """Returns what the file calls a key."""
+        return self.names.get(key, key)
 
     def checked(self, type_: type[T], fields: Mapping[str, Any]) -> T:
         """Returns a section with these fields. Raises `UserError` if the values of the file are not valid for it."""
@@ -126,8 +132,8 @@ class Conversion:
             if key in self.given and key not in self.not_mapped:
                 self.mapped.setdefault(key, []).append(ours)
         # Keys of a file have dots, options of a command line do not.
-        set_by = [key for key in keys if key in self.given]
-        origin = ", ".join(set_by or keys[:1]) + (
+        set_by = [self.name(key) for key in keys if key in self.given]
+        origin = ", ".join(dict.fromkeys(set_by or map(self.name, keys[:1]))) + (
             "" if set_by or not keys else f", {self.program.split()[0]}'s default"
         )
         self.comments[ours] = "; ".join(filter(None, (origin, comment)))
@@ -136,14 +142,14 @@ class Conversion:
         """Notes that a key of the file has no counterpart."""
         if key in self.given:
             self.mapped.pop(key, None)
-            self.not_mapped[key] = NotMapped(key, self.given[key], reason, changes)
+            self.not_mapped[key] = NotMapped(self.name(key), self.given[key], reason, changes)
 
     def lack(self, key: str, reason: str) -> None:
         """Notes that the value of a key has no counterpart, even if the file leaves it to its default."""
         if key in self.given:
             self.leave(key, reason)
         else:
-            self.differ(f"{key} = {show_value(self.keys[key].default)}, its default: {reason}")
+            self.differ(f"{self.name(key)} = {show_value(self.keys[key].default)}, its default: {reason}")
 
     def differ(self, text: str) -> None:
         """Notes what the other program does otherwise."""

@@ -1,11 +1,13 @@
-"""Job configs of torchtitan 0.2.0 to 0.2.2 as recipes. `formats.py` calls it for `titanlike import` and `titanlike plan`."""
+"""Job configs of torchtitan 0.2.0 to 0.2.2 as recipes, and the keys that those of 0.3 share with them. `formats.py` calls it for
+`titanlike import` and `titanlike plan`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlike.config.base import UserError
 from titanlike.config.optimizer import Schedule
+from titanlike.models.common.config import TransformerConfig
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.torchtitan_keys import KEYS
 from titanlike.tools.migration.torchtitan_models import SOURCE_C4, VALIDATION_C4, model_section
@@ -38,16 +40,24 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
     Args:
         num_gpus: of the job, which its batch size may depend on.
     """
-    given = dict(_flat(values))
+    given = dict(flat(values))
     if earlier := sorted(EARLIER & given.keys()):
         raise UserError(
             f"{name}: {', '.join(earlier)}: keys of torchtitan before 0.2 are not converted; write those of 0.2.2 instead"
         )
     job = Conversion("torchtitan 0.2", name, given, KEYS, num_gpus, planned_as="torchtitan")
-    model = model_section(job)
+    convert_keys(job, model_section(job))
+    job.differ(INITIALIZATION)
+    job.differ(DATA_ORDER)
+    job.finish()
+    return job
+
+
+def convert_keys(job: Conversion, model: TransformerConfig, groups: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Sets everything but the model, by the keys of 0.2. `groups` of parameters differ from the optimizer's keys."""
     _data(job)
     data_ranks = _batch(job)
-    _optimizer(job)
+    _optimizer(job, groups)
     _schedule(job)
     _layout(job, model.num_layers)
     _float8(job, model.matrices())
@@ -55,17 +65,14 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
     _checkpoint(job)
     _validation(job, data_ranks)
     _observation(job)
-    job.differ(INITIALIZATION)
-    job.differ(DATA_ORDER)
-    job.finish()
-    return job
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested values by dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _data(job: Conversion) -> None:
@@ -128,15 +135,15 @@ def _batch(job: Conversion) -> int:
     return data_ranks
 
 
-def _optimizer(job: Conversion) -> None:
+def _optimizer(job: Conversion, groups: Sequence[Mapping[str, Any]]) -> None:
     decay = job["optimizer.weight_decay"]
     job.set("optimizer.weight_decay", decay, "optimizer.weight_decay")
-    if decay:
+    if decay or groups:
         job.set(
             "optimizer.groups",
-            [{"pattern": "*", "weight_decay": decay}],
+            [*groups, {"pattern": "*", "weight_decay": decay}],
             "optimizer.weight_decay",
-            comment="norms too, as torchtitan decays them; without this line, matrices and embeddings only",
+            comment="norms too, as torchtitan decays them; without the last, matrices and embeddings only",
         )
     if job["optimizer.name"] != "AdamW":
         job.leave("optimizer.name", "AdamW here; Adam adds weight decay to the gradient instead")
@@ -191,7 +198,7 @@ def _layout(job: Conversion, num_layers: int) -> None:
         job.set("parallelism.async_tensor_parallel", asynchronous, "parallelism.enable_async_tensor_parallel")
     tensor, expert_tensor = job["parallelism.tensor_parallel_degree"], job["parallelism.expert_tensor_parallel_degree"]
     if job["parallelism.expert_parallel_degree"] > 1 and expert_tensor != tensor:
-        job.leave(
+        job.lack(
             "parallelism.expert_tensor_parallel_degree",
             f"parallelism.tensor = {tensor} shards every expert here as well",
         )
@@ -239,7 +246,7 @@ def _float8(job: Conversion, matrices: Mapping[str, Any]) -> None:
     converters = [short.get(str(name), str(name)) for name in job["model.converters"]]
     used = [table for table in tables if table in converters]
     if unknown := [name for name in converters if name not in tables]:
-        job.leave("model.converters", f"{', '.join(unknown)}: experts and other layers are not converted here")
+        job.leave("model.converters", f"{', '.join(unknown)}: computed in training.compute_dtype here")
     for table in tables:
         for key in [key for key in job.given if key.startswith(f"{table}.") and table not in used]:
             job.leave(key, f"model.converters does not name {table}", changes=False)

@@ -1,4 +1,5 @@
-"""Keys of torchtitan's job configs: their defaults, and why some have no counterpart. `torchtitan.py` reads it."""
+"""Keys of torchtitan's job configs: their defaults, and why some have no counterpart. `torchtitan.py` and `torchtitan_config.py`
+read it."""
 
 from titanlike.tools.migration.conversion import Key, without_effect
 
@@ -147,3 +148,88 @@ KEYS |= without_effect(
         "the kernel is chosen by torch.compile": "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
     }
 )
+
+# What 0.3 calls the keys that begin so.
+RENAMED = {
+    "job.dump_folder": "dump_folder",
+    "job.": "debug.",
+    "model.hf_assets_path": "hf_assets_path",
+    "model.converters": "converters",
+    "profiling.": "profiler.",
+    "training.dataloader.": "dataloader.",
+    "training.dataset": "dataloader.dataset",
+    "validation.dataset": "validator.dataloader.dataset",
+    "validation.": "validator.",
+    "optimizer.name": "optimizer.param_groups.optimizer_name",
+    "optimizer.lr": "optimizer.param_groups.lr",
+    "optimizer.beta1": "optimizer.param_groups.betas",
+    "optimizer.beta2": "optimizer.param_groups.betas",
+    "optimizer.eps": "optimizer.param_groups.eps",
+    "optimizer.weight_decay": "optimizer.param_groups.weight_decay",
+    "activation_checkpoint.mode": "activation_checkpoint",
+    "activation_checkpoint.per_op_sac_": "activation_checkpoint.",
+    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "parallelism.expert_tensor_parallel_degree": "tensor parallelism of experts",
+    "quantize.linear.float8.": "Float8LinearConverter.",
+    "quantize.linear.mx.": "MXFP8LinearConverter.",
+}
+# What 0.3 has besides, or has another default of.
+KEYS_0_3 = KEYS | {
+    "model_spec.model": Key(types=(str,)),
+    "model_spec.model.layers.attention.inner_attention": Key("FlexAttention"),
+    "training.disable_cuda_graphs": Key(False),
+    "training.dataloader.infinite": Key(True, reason="data is repeated here", changes=True),
+    "training.dataloader.sources": Key([], reason="set data.mixture and data.weights to their files", changes=True),
+    "optimizer.implementation": Key("fused"),
+    "loss": Key("ChunkedLossWrapper"),
+    "loss.num_chunks": Key(8, least=1),
+    "activation_checkpoint.selective_ac_option": Key("op"),
+    "parallelism.enable_sequence_parallel": Key(True, reason="tensor parallelism always has it here", changes=True),
+    "parallelism.enable_fsdp_symm_mem": Key(False, reason="FSDP's collectives are NCCL's here", changes=True),
+    "tp_gemm_backend": Key("default", reason="parallelism.async_tensor_parallel is for compiled blocks", changes=True),
+    "override.imports": Key([], reason=CODE, changes=True),
+    "debug.detect_anomaly": Key(False, reason=DEBUG, changes=True),
+}
+KEYS_0_3 |= without_effect(
+    {
+        "how ranks communicate; the result is the same": """parallelism.spmd_backend parallelism.context_parallel_ptrr_mask_key
+            model_spec.model.layers.moe.routed_experts.token_dispatcher""",
+        "for debugging torchtitan": "debug.spmd_typechecking debug.enable_structured_logging",
+        "follows from model.vocab_size": "loss.global_vocab_size loss.loss_fn.global_vocab_size",
+        "validation.batches is the number of batches": "validation.dataloader.infinite",
+        "profiling.steps has all steps": """profiling.profiler_repeat profiling.profiler_skip_first
+            profiling.profiler_skip_first_wait""",
+        "training.attention chooses the kernel": "model_spec.model.layers.attention.inner_attention.kernel_options.BACKEND",
+    }
+)
+MODEL = "model_spec.model"
+# Of a model; those of a block, which all its blocks have, are below `layers`.
+NUMBERS = {
+    "dim": Key(types=(int,), ours="model.dim"),
+    "vocab_size": Key(types=(int,), ours="model.vocab_size"),
+    "enable_weight_tying": Key(types=(bool,), ours="model.tied_head"),
+    "norm.eps": Key(types=(float,), ours="model.norm_eps"),
+    "num_layers": Key(types=(int,), ours="model.num_layers"),
+    "layers.attention.n_heads": Key(types=(int,), ours="model.num_heads"),
+    "layers.attention.n_kv_heads": Key(types=(int,), ours="model.num_kv_heads"),
+    "layers.attention.head_dim": Key(types=(int,), ours="model.head_dim"),
+    "layers.attention.rope.max_seq_len": Key(types=(int,), ours="model.max_seq_len"),
+    "layers.attention.rope.theta": Key(types=(float,), ours="model.rope_theta"),
+    "layers.attention.rope.scaling_factor": Key(types=(float,), ours="model.rope_scaling"),
+    "layers.attention.rope.original_max_position_embeddings": Key(types=(int,), ours="model.rope_original_seq_len"),
+    "layers.feed_forward.w1.out_features": Key(types=(int,), ours="model.ffn_dim"),
+    "layers.moe.routed_experts.inner_experts.hidden_dim": Key(types=(int,), ours="model.ffn_dim"),
+    "layers.moe.num_experts": Key(types=(int,), ours="model.num_experts"),
+    "layers.moe.router.top_k": Key(types=(int,), ours="model.experts_per_token"),
+    "layers.moe.router.score_func": Key(types=(str,), ours="model.router_score"),
+    "layers.moe.router.route_norm": Key(types=(bool,), ours="model.normalize_router"),
+    "layers.moe.router.route_scale": Key(types=(float,), ours="model.router_scale"),
+    "layers.moe.load_balance_coeff": Key(types=(float,), ours="model.balance_bias_rate"),
+}
+KEYS_0_3 |= {f"{MODEL}.{path}": known for path, known in NUMBERS.items()}
+NAMES_0_3 = {
+    key: new + key.removeprefix(old)
+    for old, new in reversed(RENAMED.items())
+    for key in KEYS_0_3
+    if key.startswith(old)
+}

@@ -1,6 +1,7 @@
 """Flavors of torchtitan's models as model sections of a recipe, and its data sets. `torchtitan.py` calls it."""
 
 import json
+import re
 from typing import Any
 
 from titanlike.config.base import UserError
@@ -42,6 +43,9 @@ UNSUPPORTED = {
     "gpt_oss": "its jobs are not converted; write a recipe with model.name = 'gpt_oss'",
     "flux": "it generates images; this toolkit trains language models",
     "vlm": "it has an image encoder; this toolkit trains language models",
+    "kimi_k2_7": "it has an image encoder; this toolkit trains language models",
+    "muse_glimmer": "its gated attention, centered norms and capped logits are no model of this toolkit",
+    "qwen3_5": "its linear attention is no model of this toolkit",
 }
 
 
@@ -81,3 +85,21 @@ def model_section(job: Conversion) -> TransformerConfig:
             comment="block_causal; position ids restart here at each document",
         )
     return job.checked(config_class(family), {**published, "name": family, **fields})
+
+
+# Beginnings and parts of names, here and in 0.3.
+NAMES_0_3 = {
+    r"^output\.": "lm_head.",
+    r"\.(w[qkv])\.": r".qkv_linear.\1.",
+    r"feed_forward\.router\.expert_bias$": "moe.expert_bias_E",
+    r"feed_forward\.router\.": "moe.router.gate.",
+    r"feed_forward\.experts\.(w[13])$": r"moe.routed_experts.inner_experts.\1_EFD",
+    r"feed_forward\.experts\.w2$": "moe.routed_experts.inner_experts.w2_EDF",
+}
+
+
+def name_in_0_3(name: str, *, is_fused: bool = False) -> str:
+    """Returns the name of a parameter in torchtitan 0.3, in which queries, keys and values may be one matrix."""
+    for pattern, replacement in NAMES_0_3.items():
+        name = re.sub(pattern, replacement, name)
+    return re.sub(r"qkv_linear\.w[qkv]", "qkv_linear.wqkv", name) if is_fused else name
