@@ -4,17 +4,21 @@
 
 The folder has the files and a `sources.json` with, for each file, its public address, the number of GPUs of the job and the
 environment of a script: `{"llama3_8b.toml": {"link": "https://...", "gpus": 64, "env": {}}}`. Prints the table of
-docs/migration.md.
+docs/migration.md. Or all configs of torchtitan 0.3.0, which the Python of its environment builds:
+
+    python -m benchmarks.migration --torchtitan venv/bin/python --out benchmarks/results/migration_configs.json
 """
 
 import hashlib
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.common import parser_of, write
+from benchmarks.common import ROOT, parser_of, write
 from benchmarks.common import table as table_of
 from titanlike.config import UserError
 from titanlike.config.shipped import PROGRAMS
@@ -23,6 +27,7 @@ from titanlike.tools.migration.formats import convert
 from titanlike.tools.programs import run_program
 
 SOURCES = "sources.json"
+REGISTRIES = "https://github.com/pytorch/torchtitan/blob/v0.3.0/torchtitan/models"
 
 
 def result(path: Path, link: str, gpus: int, env: Mapping[str, str]) -> dict[str, Any]:
@@ -37,6 +42,8 @@ def result(path: Path, link: str, gpus: int, env: Mapping[str, str]) -> dict[str
     with TemporaryDirectory() as folder:
         recipe = Path(folder, "recipe.toml")
         try:
+            if error := json.loads(path.read_text()).get("error") if path.suffix == ".json" else "":
+                raise UserError(f"torchtitan does not build it: {error}")
             job = convert(path, gpus, env)
             assert job is not None, f"{path} is of no known program"
             recipe.write_text(job.text())
@@ -75,13 +82,28 @@ def table(rows: list[dict[str, Any]]) -> str:
     return table_of(heads, cells)
 
 
+def configs(python: str) -> list[dict[str, Any]]:
+    """Returns what became of torchtitan's configs, as jobs of 64 GPUs."""
+    with TemporaryDirectory() as folder:
+        command = [python, "-m", "benchmarks.subjects.torchtitan_configs", folder]
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+        return [
+            result(path, f"{REGISTRIES}/{path.name.partition('.')[0]}/config_registry.py", 64, {}) | {"file": path.stem}
+            for path in sorted(Path(folder).iterdir())
+        ]
+
+
 def main() -> None:
     """Runs the command."""
     parser = parser_of(__doc__)
-    parser.add_argument("folder", type=Path, help="files of other programs, and sources.json")
+    parser.add_argument("folder", type=Path, nargs="?", help="files of other programs, and sources.json")
+    parser.add_argument("--torchtitan", metavar="PYTHON", help="Python with torchtitan 0.3.0, in place of the folder")
     arguments = parser.parse_args()
-    sources = json.loads((arguments.folder / SOURCES).read_text())
-    rows = [result(arguments.folder / name, **source) for name, source in sources.items()]
+    if arguments.torchtitan:
+        rows = configs(arguments.torchtitan)
+    else:
+        sources = json.loads((arguments.folder / SOURCES).read_text())
+        rows = [result(arguments.folder / name, **source) for name, source in sources.items()]
     write(arguments.out, rows)
     print(table(rows))
 

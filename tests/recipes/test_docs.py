@@ -168,7 +168,7 @@ SHOWN: list[tuple[str, str, Text]] = [
             ("data_quality", "data_quality", quality_results.table), ("speed", "startup_cpu", startup.table),
             ("hugging_face", "real_model", real_model.paragraph),
             ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
-            ("migration", "migration", migration.table),
+            ("migration", "migration", migration.table), ("migration", "migration_configs", migration.table),
             ("planner_validation", "planner_validation", planner_validation.markdown),
             ("planning", "planner_validation", lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
             *(("speed", path.stem, lambda measured: figures.table([measured]))
