@@ -1,20 +1,22 @@
 """Checkpoints that torchtitan and Megatron-Core wrote, continued here, and the reverse for torchtitan, on the CPU.
 
-    python -m venv torchtitan && torchtitan/bin/pip install torch torchtitan==0.2.2
+    python -m venv torchtitan && torchtitan/bin/pip install torch torchtitan==0.3.0
+    python -m venv torchtitan_0_2 && torchtitan_0_2/bin/pip install torch torchtitan==0.2.2
     python -m venv megatron && megatron/bin/pip install torch megatron-core==0.16.1 psutil
-    python -m benchmarks.other_checkpoints --torchtitan torchtitan/bin/python --megatron megatron/bin/python \
-        --out benchmarks/results/other_checkpoints.json
+    python -m benchmarks.other_checkpoints --torchtitan torchtitan/bin/python --torchtitan-0-2 torchtitan_0_2/bin/python \
+        --megatron megatron/bin/python --out benchmarks/results/other_checkpoints.json
 
-torchtitan trains its debug model, Llama 3 on two processes with FSDP, and saves after 10 of 15 steps. `titanlike import` converts
-that checkpoint, and the run continues under three layouts. Then the reverse: a run of titanlike on two processes is exported after
-10 steps, and torchtitan continues. All train on the same batches, in float32. Megatron-Core saves a model with random weights and
-its logits, which are compared with those of the imported model.
+torchtitan trains its debug models, on two processes with FSDP unless the embedding is tied, and saves after 10 of 15 steps.
+`titanlike import` converts that checkpoint, and the run continues under three layouts. Then the reverse: a run of titanlike on two
+processes is exported after 10 steps, and torchtitan continues. All train on the same batches, in float32. Megatron-Core saves a
+model with random weights and its logits, which are compared with those of the imported model.
 """
 
 import json
 import os
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +85,31 @@ dir = "{folder}"
 device = "cpu"
 """
 OPTIONS = {
-    "model.flavor": "debugmodel", "optimizer.lr": 1e-3, "lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.0,
-    "training.seq_len": 64, "training.global_batch_size": 8,
+    "optimizer.lr": 1e-3, "lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.0, "training.seq_len": 64,
+    "training.global_batch_size": 8,
 }  # fmt: skip
 
 
-def continue_runs(model: str, peer: str, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Version:
+    """A version of torchtitan."""
+
+    number: str
+    subject: str
+    program: str  # of `titanlike import`
+    format: str  # of `titanlike export`
+    options: dict[str, Any]
+
+
+VERSIONS = {
+    "torchtitan": Version("0.3.0", "torchtitan_checkpoints", "torchtitan", "dcp", {}),
+    "torchtitan_0_2": Version(
+        "0.2.2", "torchtitan_0_2_checkpoints", "torchtitan_0_2", "dcp_0_2", {"model.flavor": "debugmodel"}
+    ),
+}
+
+
+def continue_runs(model: str, peer: str, folder: Path, version: Version) -> dict[str, Any]:
     """Runs both directions with one model. Returns the losses by step of all runs."""
     recipe = folder / "train.toml"
     fields = "\n".join(f"{key} = {json.dumps(value)}" for key, value in MODELS[model].items())
@@ -97,23 +118,23 @@ def continue_runs(model: str, peer: str, folder: Path) -> dict[str, Any]:
     np.save(batches, read_batches(recipe))
     results: dict[str, Any] = {}
 
-    results["torchtitan"] = train_there(model, peer, batches, folder / "there")
+    results["torchtitan"] = train_there(model, peer, batches, folder / "there", version)
     for layout in LAYOUTS:
         name = f"continued-{len(results)}"
         copy = folder / f"{name}.toml"
         copy.write_text(recipe.read_text() + f'name = "{name}"\n')
-        titanlike("import", folder / f"there/checkpoint/step-{SAVED}", copy, "--from", "torchtitan")
+        titanlike("import", folder / f"there/checkpoint/step-{SAVED}", copy, "--from", version.program)
         results[f"torchtitan, then titanlike {layout or 'in one process'}"] = train_here(copy, folder / name, layout)
 
     first = folder / "first.toml"
     first.write_text(recipe.read_text() + 'name = "first"\n')
     results["titanlike"] = train_here(first, folder / "first", "shard=2")
-    titanlike("export", folder / "first", folder / "exported", "--step", SAVED, "--format", "dcp")
+    titanlike("export", folder / "first", folder / "exported", "--step", SAVED, "--format", version.format)
     options = {
         "checkpoint.initial_load_path": str(folder / "exported"), "checkpoint.initial_load_model_only": False,
         "checkpoint.exclude_from_loading": ["dataloader"],
     }  # fmt: skip
-    results["titanlike, then torchtitan"] = train_there(model, peer, batches, folder / "back", options, skip=SAVED)
+    results["titanlike, then torchtitan"] = train_there(model, peer, batches, folder / "back", version, options, SAVED)
     return results
 
 
@@ -130,14 +151,20 @@ def read_batches(recipe: Path) -> Any:
 
 
 def train_there(
-    model: str, peer: str, batches: Path, folder: Path, options: dict[str, Any] | None = None, skip: int = 0
+    model: str,
+    peer: str,
+    batches: Path,
+    folder: Path,
+    version: Version,
+    options: dict[str, Any] | None = None,
+    skip: int = 0,
 ) -> dict[int, float]:
     """Trains with torchtitan on two processes. Returns the losses by step."""
     folder.mkdir()
     task, losses = folder / "task.json", folder / "losses.json"
     # torch 2.14 refuses torchtitan's tied embedding under FSDP.
     processes = 1 if MODELS[model].get("tied_head") else 2
-    options = OPTIONS | {"training.local_batch_size": 8 // processes} | (options or {})
+    options = OPTIONS | version.options | {"training.local_batch_size": 8 // processes} | (options or {})
     values = {
         "model": model,
         "folder": str(folder),
@@ -147,7 +174,7 @@ def train_there(
         "skip": skip,
     }
     task.write_text(json.dumps(values | {"losses": str(losses), "options": options}))
-    module = "benchmarks.subjects.torchtitan_checkpoints"
+    module = f"benchmarks.subjects.{version.subject}"
     launcher = [peer, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     subprocess.run([*launcher, "-m", module, str(task)], check=True, env=variables(), cwd=ROOT)
     return {int(step): loss for step, loss in json.loads(losses.read_text()).items()}
@@ -204,16 +231,19 @@ def main() -> None:
     """Runs all models, and writes the results."""
     os.environ["OMP_NUM_THREADS"] = "1"  # of all processes, so that the machine is not overloaded
     parser = parser_of(__doc__)
-    parser.add_argument("--torchtitan", help="Python with torchtitan 0.2.2")
+    for name, version in VERSIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"Python with torchtitan {version.number}")
     parser.add_argument("--megatron", help="Python with megatron-core 0.16.1")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"models": {}, "megatron": {}}
     if arguments.out and arguments.out.exists():
         results |= json.loads(arguments.out.read_text())
-    results["versions"] = versions() | {"torchtitan": "0.2.2", "megatron-core": "0.16.1"}
-    for model in MODELS if arguments.torchtitan else ():
-        with tempfile.TemporaryDirectory() as folder:
-            results["models"][model] = continue_runs(model, arguments.torchtitan, Path(folder))
+    results["versions"] = versions() | {"torchtitan": "0.3.0 and 0.2.2", "megatron-core": "0.16.1"}
+    for name, version in VERSIONS.items():
+        for model in MODELS if (peer := getattr(arguments, name)) else ():
+            with tempfile.TemporaryDirectory() as folder:
+                runs = continue_runs(model, peer, Path(folder), version)
+            results["models"][f"{model} of torchtitan {version.number}"] = runs
     for kind in MEGATRON if arguments.megatron else ():
         with tempfile.TemporaryDirectory() as folder:
             results["megatron"][kind] = compare_logits(kind, arguments.megatron, Path(folder))

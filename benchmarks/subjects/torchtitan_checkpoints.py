@@ -1,16 +1,17 @@
-"""torchtitan 0.2.2: trains a model on given batches, and saves or loads its own checkpoints. A process of
+"""torchtitan 0.3.0: trains a debug model on given batches, and saves or loads its own checkpoints. A process of
 `other_checkpoints`, which runs it in torchtitan's environment by torchrun.
 
     torchrun ... -m benchmarks.subjects.torchtitan_checkpoints TASK.json
 
-The task has: "folder" (of the checkpoints), "batches" (an .npy file of tokens, by step and sequence), "skip" (steps to leave out
-of them), "steps", "interval" (of checkpoints), "options" (its own keys), "losses" (a file to write).
+The task is that of `torchtitan_0_2_checkpoints`. So that it trains on a CPU, attention is causal scaled dot product attention,
+which 0.3 has for other models, and there are no CUDA graphs.
 """
 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,34 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.torchtitan_cpu import NoMonitor  # isort: skip  before torchtitan
 
 from torchtitan.components import metrics
-from torchtitan.config import JobConfig
-from torchtitan.models import llama3, qwen3
-from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.config import Configurable
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.logging import init_logger
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 TASK: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
 
 
-class Batches:
+class NoTokenizer(Configurable):
+    """The task has token ids."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        pass
+
+
+class Batches(Configurable):
     """The batches of one data-parallel rank. torchtitan saves the position."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.tokens = np.load(TASK["batches"])[:, rank::num_ranks].astype(np.int64)
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, **_: Any) -> None:
+        self.tokens = np.load(TASK["batches"])[:, dp_rank::dp_world_size].astype(np.int64)
         self.position = TASK["skip"]
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -57,6 +72,10 @@ def main() -> None:
     losses: dict[int, float] = {}
 
     class RecordingTrainer(Trainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            pass
+
         def train_step(self, data_iterator: Any) -> None:
             self.parts: list[Tensor] = []
             super().train_step(data_iterator)
@@ -67,27 +86,26 @@ def main() -> None:
 
         def forward_backward_step(self, **inputs: Any) -> Tensor:
             loss = super().forward_backward_step(**inputs)
-            self.parts.append(loss.detach())
+            self.parts.append(loss.detach().clone())
             return loss
 
     metrics.build_device_memory_monitor = NoMonitor
-    config = JobConfig()
+    registry = import_module(f"torchtitan.models.{TASK['model']}.config_registry")
+    config = getattr(registry, f"{TASK['model']}_debugmodel")()
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.tokenizer, config.dataloader, config.activation_checkpoint = NoTokenizer.Config(), Batches.Config(), None
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = TASK["options"].pop("optimizer.lr")
     keys: dict[str, Any] = {
-        "job.dump_folder": TASK["folder"], "training.steps": TASK["steps"], "checkpoint.enable": True,
+        "dump_folder": TASK["folder"], "training.steps": TASK["steps"], "checkpoint.enable": True,
         "checkpoint.interval": TASK["interval"], "checkpoint.last_save_model_only": False, "checkpoint.keep_latest_k": 0,
-        "training.mixed_precision_param": "float32", "activation_checkpoint.mode": "none", "metrics.log_freq": 1,
+        "training.mixed_precision_param": "float32", "training.disable_cuda_graphs": True,
     }  # fmt: skip
     for key, value in (keys | TASK["options"]).items():
         section, _, name = key.rpartition(".")
-        assert hasattr(attrgetter(section)(config), name), key
-        setattr(attrgetter(section)(config), name, value)
-    spec = {"llama3": llama3, "qwen3": qwen3}[TASK["model"]].get_train_spec()
-    spec = replace(
-        spec, build_tokenizer_fn=None, state_dict_adapter=None,
-        build_dataloader_fn=lambda dp_rank, dp_world_size, **_: Batches(dp_rank, dp_world_size),
-    )  # fmt: skip
-    register_train_spec("task", spec)
-    config.model.name = "task"
+        target = attrgetter(section)(config) if section else config
+        assert hasattr(target, name), key
+        setattr(target, name, value)
     init_logger()
     trainer = RecordingTrainer(config)
     for module in trainer.model_parts[0].modules():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,25 @@ def save(path: Path, state: dict[str, Any]) -> Path:
     return path
 
 
-def torchtitan_state(config: TransformerConfig) -> dict[str, Any]:
-    """Returns what torchtitan saves."""
-    shapes = {name: spec.shape for name, spec in config.parameters().items()}
-    state: dict[str, Any] = dict(random_state(shapes))
-    moments = {f"{name}.{kind}": shape for name, shape in shapes.items() for kind in ("exp_avg", "exp_avg_sq")}
-    optimizer: dict[str, Any] = {f"state.{name}": value for name, value in random_state(moments).items()}
-    optimizer |= {f"state.{name}.step": torch.tensor(float(STEP)) for name in shapes}
-    optimizer |= {f"param_groups.{name}.lr": 1e-3 for name in shapes}
-    return state | {
+def torchtitan_state(config: TransformerConfig, *, is_0_2: bool = False) -> dict[str, Any]:
+    """Returns what torchtitan saves, with moments that are the weights plus 1 and 2. In 0.3, the optimizer has queries, keys and
+    values as one tensor, in which the query heads of a group are followed by its key and its value."""
+    weights = random_state({name: spec.shape for name, spec in config.parameters().items()})
+    optimized = dict(weights)
+    if not is_0_2:
+        names = {name: re.sub(r"attention\.(w[qkv])", r"attention.qkv_linear.\1", name) for name in weights}
+        weights = {names[name].replace("output.", "lm_head."): value for name, value in weights.items()}
+        optimized = {name: value for name, value in weights.items() if "qkv_linear" not in name}
+        for block in range(config.num_layers):
+            prefix = f"layers.{block}.attention.qkv_linear"
+            heads = [weights[f"{prefix}.{part}.weight"].view(config.num_kv_heads, -1, config.head_dim, config.dim)
+                     for part in ("wq", "wk", "wv")]  # fmt: skip
+            optimized[f"{prefix}.wqkv.weight"] = torch.cat(heads, dim=1).flatten(0, 2)
+    optimizer: dict[str, Any] = {f"state.{name}.exp_avg": value + 1 for name, value in optimized.items()}
+    optimizer |= {f"state.{name}.exp_avg_sq": value + 2 for name, value in optimized.items()}
+    optimizer |= {f"state.{name}.step": torch.tensor(float(STEP)) for name in optimized}
+    optimizer |= {f"param_groups.{name}.lr": 1e-3 for name in optimized}
+    return weights | {
         "optimizer": optimizer,
         "train_state": {"step": STEP, "ntokens_seen": 96},
         "lr_scheduler": {"last_epoch": STEP},
@@ -119,43 +130,62 @@ def test_queries_and_keys_rotate_as_in_torchtitan(tmp_path: Path) -> None:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    names = ("layers.1.attention.wq.weight", "layers.1.attention.wk.weight")
+    theirs = ("layers.1.attention.qkv_linear.wq.weight", "layers.1.attention.qkv_linear.wk.weight")
+    ours = ("layers.1.attention.wq.weight", "layers.1.attention.wk.weight")
     groups = LLAMA.num_heads // LLAMA.num_kv_heads
     scores = []
-    for rotate in (pairs, halves):
+    for rotate, names in ((pairs, theirs), (halves, ours)):
         queries, keys = (rotate(name) for name in names)
         scores.append(torch.einsum("ihd,jhd->hij", queries, keys.repeat_interleave(groups, dim=1)))
     torch.testing.assert_close(scores[0], scores[1])
-    assert not torch.equal(state[names[0]], found[names[0]])
+    assert not torch.equal(state[theirs[0]], found[ours[0]])
 
 
+@pytest.mark.parametrize("is_0_2", [False, True], ids=["0.3", "0.2"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
-def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: TransformerConfig) -> None:
+def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: TransformerConfig, is_0_2: bool) -> None:
     recipe = tiny(tmp_path, "imported", model=config)
-    state = torchtitan_state(config)
+    state, program = torchtitan_state(config, is_0_2=is_0_2), "torchtitan_0_2" if is_0_2 else "torchtitan"
+    head, untied = ("output.weight" if is_0_2 else "lm_head.weight"), "tok_embeddings.weight"
     message = import_checkpoint(save(tmp_path / "step-3", state), recipe)
-    assert "weights and optimizer state of step 3 of torchtitan" in message
+    assert f"weights and optimizer state of step 3 of {program}" in message
+    found = imported(recipe)
+    for name, value in found["model"].items():
+        assert torch.equal(found["optimizer"][f"{name}.exp_avg"], value + 1), name
+        assert torch.equal(found["optimizer"][f"{name}.exp_avg_sq"], value + 2), name
     weights = open_weights(tmp_path / "imported")
     assert isinstance(weights, CheckpointWeights)
-    assert export_checkpoint(weights, tmp_path / "exported").endswith(
-        f"; torchtitan has one weight decay for all parameters, also norms: {recipe.optimizer.weight_decay}"
-    )
+    note = f"; torchtitan has one weight decay for all parameters, also norms: {recipe.optimizer.weight_decay}"
+    assert export_checkpoint(weights, tmp_path / "exported", program).endswith(note) == is_0_2
     with pytest.raises(UserError, match="exported exists; choose another name"):
-        export_checkpoint(weights, tmp_path / "exported")
+        export_checkpoint(weights, tmp_path / "exported", program)
     folder = DCPFolder(tmp_path / "exported")
     expected = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     expected |= {f"optimizer.{k}": v for k, v in state["optimizer"].items() if isinstance(v, Tensor)}
     if config.tied_head:  # torchtitan loads both names
-        expected |= {k.replace("tok_embeddings", "output"): v for k, v in expected.items() if "tok_embeddings" in k}
+        expected |= {k.replace(untied, head): v for k, v in expected.items() if untied in k}
     assert folder.tensors.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(folder.read(name, (0,) * value.dim(), tuple(value.shape)), value), name
     assert folder.value("train_state.step") == folder.value("lr_scheduler.last_epoch") == STEP
-    assert folder.value("optimizer.param_groups.norm.weight.betas") == (recipe.optimizer.beta1, recipe.optimizer.beta2)
+    options = "optimizer.param_groups.norm.weight"
+    assert folder.value(f"{options}.betas") == (recipe.optimizer.beta1, recipe.optimizer.beta2)
+    assert folder.value(f"{options}.weight_decay") == (recipe.optimizer.weight_decay if is_0_2 else 0.0)
     # What any program reads with torch alone.
-    loaded = {"output.weight": torch.empty(expected["output.weight"].shape)}
+    loaded = {head: torch.empty(expected[head].shape)}
     dcp.load(loaded, checkpoint_id=tmp_path / "exported", no_dist=True)
-    assert torch.equal(loaded["output.weight"], expected["output.weight"])
+    assert torch.equal(loaded[head], expected[head])
+
+
+def test_queries_keys_and_values_may_be_apart_in_0_3(tmp_path: Path) -> None:
+    state = torchtitan_state(LLAMA)
+    optimizer = {key: value for key, value in state["optimizer"].items() if "wqkv" not in key}
+    for name in [name for name in state if "qkv_linear" in name]:
+        optimizer |= {f"state.{name}.exp_avg": state[name] + 1, f"state.{name}.exp_avg_sq": state[name] + 2}
+    recipe = tiny(tmp_path, "imported", model=LLAMA)
+    import_checkpoint(save(tmp_path / "step-3", state | {"optimizer": optimizer}), recipe)
+    found = imported(recipe)
+    assert all(torch.equal(found["optimizer"][f"{name}.exp_avg"], value + 1) for name, value in found["model"].items())
 
 
 def megatron_state(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -277,8 +307,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         return tiny(tmp_path, "refused", model=dataclasses.replace(LLAMA, **fields))
 
     layers = LLAMA.num_layers
-    assert f"also has layers.{layers - 1}.attention.wk.weight" in message(other(num_layers=layers - 1))
-    assert f"lacks layers.{layers}.attention.wk.weight" in message(other(num_layers=layers + 1))
+    assert f"also has layers.{layers - 1}.attention.qkv_linear.wk.weight" in message(other(num_layers=layers - 1))
+    assert f"lacks layers.{layers}.attention.qkv_linear.wk.weight" in message(other(num_layers=layers + 1))
     assert "layers.0.feed_forward.w1.weight has shape (" in message(other(ffn_dim=LLAMA.ffn_dim + 32))
     assert "lacks decoder.final_layernorm.weight" in message(other(), program="megatron")
     assert message(tiny(tmp_path, "refused", model=LLAMA, training=dict(steps=3))).endswith(
@@ -288,7 +318,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         tiny(tmp_path, "refused", model=QWEN3_MOE)
     )
     assert "it has no .metadata; choose one of the checkpoints in it: step-3" in message(other(), tmp_path)
-    assert "is not a checkpoint of torchtitan or megatron: its tensors are a" in message(
+    assert "is not a checkpoint of torchtitan, torchtitan_0_2, megatron: its tensors are a" in message(
         other(), save(tmp_path / "other", {"a": torch.ones(2)})
     )
     missing = {name: value for name, value in state.items() if name != "norm.weight"}
@@ -302,13 +332,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     state = torchtitan_state(QWEN3)
-    state["output.weight"] = state["tok_embeddings.weight"].clone()
+    state["lm_head.weight"] = state["tok_embeddings.weight"].clone()
     assert "weights and optimizer" in import_checkpoint(
         save(tmp_path / "same", state), tiny(tmp_path, "same", model=QWEN3)
     )
-    state["output.weight"][-1, -1] += 1
+    state["lm_head.weight"][-1, -1] += 1
     with pytest.raises(
-        UserError, match=r"output.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
+        UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
     ):
         import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
 

@@ -18,8 +18,8 @@ config.json, generation_config.json and the tokenizer, and appears whole or not 
 
 Of a run with LoRA, it writes the model with the adapters merged into it or, with --adapter, the adapters in PEFT's format.
 
-With --format dcp, it writes a checkpoint that torchtitan and torch.distributed.checkpoint load: weights, the state of AdamW, the
-learning-rate schedule and the step. The position in the data is not part of it.
+With --format dcp, it writes a checkpoint that torchtitan 0.3 and torch.distributed.checkpoint load: weights, the state of AdamW,
+the learning-rate schedule and the step. The position in the data is not part of it.
 
   titanlike export runs/NAME outputs/checkpoint/step-1000 --format dcp"""
 
@@ -44,6 +44,9 @@ the weights and, where they can be converted, the state of AdamW and the step. T
 
   titanlike import outputs/checkpoint/step-1000 train.toml --from torchtitan && titanlike train train.toml"""
 
+# Formats of `export` for torch.distributed.checkpoint, and the programs that they are for.
+DCP = {"dcp": "torchtitan", "dcp_0_2": "torchtitan_0_2"}
+
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the commands to the parser."""
@@ -60,8 +63,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     command.add_argument("--shard-size", type=positive_int, default=5000, metavar="MB", help="size of the largest file")
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
-    text = "hf: a folder for transformers; dcp: a checkpoint for torchtitan"
-    command.add_argument("--format", choices=["hf", "dcp"], default="hf", help=text)
+    text = "hf: a folder for transformers; dcp: a checkpoint for torchtitan 0.3; dcp_0_2: for torchtitan 0.2"
+    command.add_argument("--format", choices=["hf", *DCP], default="hf", help=text)
     command = add_command(
         commands,
         "import",
@@ -81,7 +84,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     text = "GPUs of the job, if its batch or layout depends on their number"
     command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
     text = "program that wrote the checkpoint (default: recognized by its tensors)"
-    command.add_argument("--from", dest="program", choices=["torchtitan", "megatron"], default="", help=text)
+    command.add_argument(
+        "--from", dest="program", choices=["torchtitan", "torchtitan_0_2", "megatron"], default="", help=text
+    )
     add_script_options(command)
     command.add_argument("--weights-only", action="store_true", help="start at step 1 with a new optimizer")
 
@@ -119,14 +124,18 @@ def _export(arguments: argparse.Namespace) -> None:
     from titanlike.tools.adapter import export_adapter
 
     weights = open_weights(arguments.source, step=arguments.step)
-    if arguments.format == "dcp":
+    if arguments.format in DCP:
         from titanlike.tools.migration.checkpoints import export_checkpoint
 
         if not isinstance(weights, CheckpointWeights):
-            raise UserError(f"{arguments.source} is a Hugging Face folder; --format dcp exports checkpoints of a run")
+            raise UserError(
+                f"{arguments.source} is a Hugging Face folder; --format {arguments.format} exports checkpoints of a run"
+            )
         if arguments.dtype or arguments.adapter:
-            raise UserError("--format dcp has no --dtype and no --adapter: it keeps the checkpoint's precision")
-        print(export_checkpoint(weights, arguments.folder))
+            raise UserError(
+                f"--format {arguments.format} has no --dtype and no --adapter: it keeps the checkpoint's precision"
+            )
+        print(export_checkpoint(weights, arguments.folder, DCP[arguments.format]))
         return
     if arguments.adapter and arguments.dtype:
         raise UserError("--adapter has no --dtype: it keeps the checkpoint's precision")

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ class CheckpointFormat:
     """What the checkpoints of another program are recognized by, and where things are in them."""
 
     parts: Callable[[TransformerConfig, Collection[str]], dict[str, Part]]
+    state_parts: Callable[[TransformerConfig, Collection[str]], dict[str, Part]]  # as if they were of weights
     evidence: str  # in the key of a weight
+    head: str  # the LM head, saved even if it is tied
     state_key: str  # of the optimizer state {kind} of the tensor {key}
     master_key: str  # of the float32 weights, if the model has low precision
     step: Callable[[DCPFolder], int]
@@ -70,18 +73,33 @@ def _megatron_step(folder: DCPFolder) -> int:
     return int(match[1]) if match else 0
 
 
+TORCHTITAN_STATE, TORCHTITAN_IGNORED = "optimizer.state.{key}.{kind}", r"optimizer\.|.*freqs_cis$"
 PROGRAMS = {
     "torchtitan": CheckpointFormat(
         parts=torchtitan_parts,
-        evidence="layers.0.attention.wq.",
-        state_key="optimizer.state.{key}.{kind}",
+        state_parts=partial(torchtitan_parts, is_state=True),
+        evidence="layers.0.attention.qkv_linear.",
+        head="lm_head.weight",
+        state_key=TORCHTITAN_STATE,
         master_key="",
         step=_torchtitan_step,
-        ignored=r"optimizer\.|.*freqs_cis$",
+        ignored=TORCHTITAN_IGNORED,
+    ),
+    "torchtitan_0_2": CheckpointFormat(
+        parts=partial(torchtitan_parts, is_0_2=True),
+        state_parts=partial(torchtitan_parts, is_0_2=True),
+        evidence="layers.0.attention.wq.",
+        head="output.weight",
+        state_key=TORCHTITAN_STATE,
+        master_key="",
+        step=_torchtitan_step,
+        ignored=TORCHTITAN_IGNORED,
     ),
     "megatron": CheckpointFormat(
         parts=megatron_parts,
+        state_parts=megatron_parts,
         evidence="self_attention.linear_qkv.",
+        head="output_layer.weight",
         state_key="optimizer.state.{kind}.{key}",
         master_key="optimizer.state.fp32_param.{key}",
         step=_megatron_step,
@@ -96,7 +114,7 @@ def program_of_checkpoint(folder: DCPFolder) -> str:
         if any(program.evidence in key for key in folder.tensors):
             return name
     raise UserError(
-        f"{folder.path} is not a checkpoint of {' or '.join(PROGRAMS)}: its tensors are "
+        f"{folder.path} is not a checkpoint of {', '.join(PROGRAMS)}: its tensors are "
         f"{shown(', '.join(sorted(folder.tensors)[:5]))}, ...; export it as a Hugging Face folder with its own program, and import "
         "that"
     )
@@ -107,7 +125,7 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
     layout. Without the state of the optimizer, or with `weights_only`, it is the checkpoint of step 0. Returns what was imported.
 
     Args:
-        name: the program, "torchtitan" or "megatron". Default: recognized by the names of the tensors.
+        name: the program, one of `PROGRAMS`. Default: recognized by the names of the tensors.
     """
     folder = DCPFolder(source)
     name = name or program_of_checkpoint(folder)
@@ -124,9 +142,9 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
     run = RunDirectory(recipe)
     if open_store(run.checkpoints).steps() or run.metrics.exists():
         raise UserError(f"{run.path} holds a run already; set run.name in the recipe to import into a new one")
-    parts = program.parts(recipe.model, folder.tensors)
+    parts, states = (find(recipe.model, folder.tensors) for find in (program.parts, program.state_parts))
     _check(folder, program, parts, recipe.model)
-    problem = "--weights-only is set" if weights_only else _state_problem(folder, program, parts, recipe)
+    problem = "--weights-only is set" if weights_only else _state_problem(folder, program, states, recipe)
     step = 0 if problem else program.step(folder)
     if step >= recipe.training.steps:
         raise UserError(
@@ -136,7 +154,7 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
     sources = {f"model.{parameter}": program.weight(part, folder) for parameter, part in parts.items()}
     counts = {}
     if step:
-        for parameter, part in parts.items():
+        for parameter, part in states.items():
             counts[f"optimizer.{parameter}.step"] = torch.tensor(float(step))
             for kind in MOMENTS:
                 sources[f"optimizer.{parameter}.{kind}"] = program.moment(part, kind)
@@ -204,7 +222,7 @@ def _check(folder: DCPFolder, program: CheckpointFormat, parts: Mapping[str, Par
     """Raises `UserError` unless a checkpoint has exactly the weights of a model."""
     expected = {part.key: part.shape for part in parts.values()}
     found = {key for key in folder.tensors if program.is_weight(key)}
-    head = "output.weight"
+    head = program.head
     if config.tied_head and head in found:  # saved twice
         embedding = parts["tok_embeddings.weight"]
         is_equal = folder.shape(head) == folder.shape(embedding.key)
@@ -251,27 +269,23 @@ def _state_problem(
     return ""
 
 
-def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
+def export_checkpoint(weights: CheckpointWeights, folder: Path, name: str = "torchtitan") -> str:
     """Writes a checkpoint of a run as one of torchtitan, which `torch.distributed.checkpoint` reads: weights, the state of AdamW,
     the learning-rate schedule and the step. Returns what was exported."""
-    recipe, step = weights.metadata.recipe, weights.metadata.step
+    recipe, step, program = weights.metadata.recipe, weights.metadata.step, PROGRAMS[name]
     refuse_existing(folder)
     if weights.adapted_layers:
         raise UserError(f"{weights.path} has LoRA adapters; export a Hugging Face folder, which has them merged")
-    parts = torchtitan_parts(weights.config, ())
-    places = [*parts.items()]
-    if weights.config.tied_head:  # torchtitan loads the LM head by its own name
-        embedding = "tok_embeddings.weight"
-        places.append((embedding, replace(parts[embedding], key="output.weight")))
+    parts, states = (find(weights.config, ()) for find in (program.parts, program.state_parts))
     reader, entries = loader.open_checkpoint(Path(weights.path))
     state: dict[str, Any] = {}
-    sources: dict[str, tuple[str, Part]] = {}
+    sources: dict[str, list[tuple[str, Part]]] = {}
 
     def add(target: dict[str, Any], key: str, full_key: str, name: str, part: Part) -> None:
-        target[key] = torch.empty(entries[name].global_shape, dtype=entries[name].dtype, device="meta")
-        sources[full_key] = name, part
+        target[key] = torch.empty(part.shape, dtype=entries[name].dtype, device="meta")
+        sources.setdefault(full_key, []).append((name, part))
 
-    for parameter, part in places:
+    for parameter, part in _with_head(parts, program, weights.config):
         add(state, part.key, part.key, f"model.{parameter}", part)
     note = ""
     if missing := [p for p in parts for kind in (*MOMENTS, "step") if f"optimizer.{p}.{kind}" not in entries]:
@@ -280,30 +294,42 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
         optimizer: dict[str, Any] = {}
         section = validate(Optimizer, recipe["optimizer"])
         options, schedule = _torchtitan_options(section, recipe, step)
-        if len({_weight_decay(section, parameter, len(part.shape) > 1) for parameter, part in parts.items()}) > 1:
+        decays = {
+            parameter: _weight_decay(section, parameter, len(part.shape) > 1) for parameter, part in parts.items()
+        }
+        if name == "torchtitan_0_2" and len({*decays.values()}) > 1:
             note = f"; torchtitan has one weight decay for all parameters, also norms: {section.weight_decay}"
-        for parameter, part in places:
+        for parameter, part in _with_head(states, program, weights.config):
             for kind in (*MOMENTS, "step"):
                 key = f"state.{part.key}.{kind}"
                 place = part if kind in MOMENTS else Part(key, ())
                 add(optimizer, key, f"optimizer.{key}", f"optimizer.{parameter}.{kind}", place)
-            optimizer |= {f"param_groups.{part.key}.{option}": value for option, value in options.items()}
+            own = options if name == "torchtitan_0_2" else options | {"weight_decay": decays[parameter]}
+            optimizer |= {f"param_groups.{part.key}.{option}": value for option, value in own.items()}
         state |= {"optimizer": optimizer, "lr_scheduler": schedule}
     state["train_state"] = {"step": step, "ntokens_seen": weights.metadata.tokens}
 
     def read(key: str) -> Tensor:
-        name, part = sources[key]
-        values = torch.empty(entries[name].global_shape, dtype=entries[name].dtype)
-        reader.fill(name, values, whole(values.shape))
-        if part.rows is None:
-            return values
-        permuted = torch.empty_like(values)
-        permuted[part.rows] = values
-        return permuted
+        (first, place), *_ = sources[key]
+        joined = torch.empty(place.shape, dtype=entries[first].dtype)
+        for source, part in sources[key]:
+            values = torch.empty(entries[source].global_shape, dtype=entries[source].dtype)
+            reader.fill(source, values, whole(values.shape))
+            joined[... if part.rows is None else part.rows] = values
+        return joined
 
     with whole_folder(folder) as partial_folder:
         write_dcp(partial_folder, state, read)
-    return f"{folder}: {weights.config.label()} of step {step:,} for torchtitan, from {weights.path}{note}"
+    return f"{folder}: {weights.config.label()} of step {step:,} for {name}, from {weights.path}{note}"
+
+
+def _with_head(
+    parts: Mapping[str, Part], program: CheckpointFormat, config: TransformerConfig
+) -> list[tuple[str, Part]]:
+    """Returns the places of parameters, and of an LM head that is tied, which torchtitan loads by its own name."""
+    embedding = "tok_embeddings.weight"
+    head = [(embedding, replace(parts[embedding], key=program.head))] if config.tied_head else []
+    return [*parts.items(), *head]
 
 
 def _weight_decay(section: Optimizer, name: str, is_matrix: bool) -> float:

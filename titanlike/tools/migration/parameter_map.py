@@ -1,5 +1,6 @@
 """Where the parameters of a model lie in the checkpoints of torchtitan and Megatron-LM."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from titanlike.config import UserError
 from titanlike.models.common.config import TransformerConfig
+from titanlike.tools.migration.torchtitan_models import name_in_0_3
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,27 @@ class Part:
     rows: Tensor | None = None  # the row in that tensor (of the layer) of each row of the parameter; None: the same
 
 
-def torchtitan_parts(config: TransformerConfig, found: Collection[str]) -> dict[str, Part]:
-    """Returns the place of each parameter. torchtitan's names are the same; its Llama rotates adjacent elements of queries and
-    keys, and this library, like Transformers, the two halves of a head."""
+def torchtitan_parts(
+    config: TransformerConfig, found: Collection[str], *, is_state: bool = False, is_0_2: bool = False
+) -> dict[str, Part]:
+    """Returns the place of each parameter or, if `is_state`, of its optimizer state, in which queries, keys and values may be one
+    tensor. torchtitan's Llama rotates adjacent elements of queries and keys, and this library, like Transformers, the two halves of
+    a head. `found` are the keys of the checkpoint."""
     if config.name not in ("llama", "qwen3"):
         raise UserError(f"model.name = {config.name!r}: checkpoints of torchtitan are supported for llama and qwen3")
+    is_fused = is_state and not is_0_2 and not any("qkv_linear.wq.weight.exp_avg" in key for key in found)
+    heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
     parts = {}
     for name, spec in config.parameters().items():
-        is_rotated = config.name == "llama" and name.endswith(("attention.wq.weight", "attention.wk.weight"))
-        rows = _halves_from_pairs(spec.shape[0], config.head_dim) if is_rotated else None
-        parts[name] = Part(name, spec.shape, rows=rows)
+        key = name if is_0_2 else name_in_0_3(name, is_fused=is_fused)
+        which = re.search(r"attention\.w([qkv])\.", name)
+        rows, shape = None, spec.shape
+        if config.name == "llama" and which and which[1] != "v":
+            rows = _halves_from_pairs(spec.shape[0], size)
+        if which and is_fused:
+            own, shape = _fused_rows(which[1], heads, groups, size), ((heads + 2 * groups) * size, *spec.shape[1:])
+            rows = own if rows is None else own[rows]
+        parts[name] = Part(key, shape, rows=rows)
     return parts
 
 

@@ -1,0 +1,36 @@
+"""Configs and checkpoints of torchtitan 0.3.0 itself. Requires it:
+
+pip install torchtitan==0.3.0 && pytest -n 0 -m slow tests/torchtitan_peer
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import migration
+from benchmarks.other_checkpoints import MODELS, SAVED, STEPS, VERSIONS, continue_runs
+from tests.launching import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed; .ci/run installs it"),
+]
+
+
+def test_all_configs_are_imported_or_refused_as_recorded() -> None:
+    recorded = json.loads((ROOT / "benchmarks/results/migration_configs.json").read_text())
+    assert migration.configs(sys.executable) == recorded
+    assert sum("refused" not in row for row in recorded) == 25
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_runs_continue_in_both_directions(tmp_path: Path, model: str) -> None:
+    runs = continue_runs(model, sys.executable, tmp_path, VERSIONS["torchtitan"])
+    assert len(runs) == 6
+    for name, losses in runs.items():
+        reference = runs[name.partition(",")[0]]
+        for step in range(SAVED + 1, STEPS + 1):
+            assert losses[step] == pytest.approx(reference[step], abs=1e-5), (name, step)
