@@ -298,7 +298,7 @@ class ConfigManager:
     def parse_args(self, words):
         assert utils.has_cuda_capability(10, 0) and configs.torch.cuda.is_available()
         if "--fail" in words:
-            sys.exit("first\\n╭─ Parsing ─╮\\n│ Unknown: --fail │\\n╰──╯")
+            sys.exit("first\\n╭─ Parsing ─╮\\n│ Unknown: │\\n│   --fail │\\n╰──╯")
         return Config(words, {"name": "flux", "model": {}})
 """
 

@@ -69,9 +69,11 @@ def read_config(python: str, words: Sequence[str]) -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--python {shown(python)} cannot be run: {shown(str(error))}") from None
     if done.returncode or not done.stdout:
-        usage = re.search(r"^╭.*\n│ *(.*?) *│$", done.stderr, re.MULTILINE)  # the first line of the parser's box
-        lines = done.stderr.strip().splitlines() or [""]
-        raise UserError(f"{shown(python)} does not build the config: {shown(usage[1] if usage else lines[-1])}")
+        box = re.search(r"^╭.*\n│ *(.*?) *│\n│ *(.*?) *│$", done.stderr, re.MULTILINE)  # of the parser of options
+        reason = done.stderr.strip().rpartition("\n")[2]
+        if box:
+            reason = f"{box[1]} {box[2]}" if box[1].endswith(":") else box[1]
+        raise UserError(f"{shown(python)} does not build the config: {shown(reason)}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -242,7 +244,12 @@ def _parts(name: str) -> list[str]:
 def _group_keys(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of 0.2 of a group of parameters, with the defaults of torch."""
     name = group["optimizer_name"]
-    options = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01 if name == "AdamW" else 0.0}
+    options: dict[str, Any] = {
+        "lr": 1e-3,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.01 if name == "AdamW" else 0.0,
+    }
     options |= group["optimizer_kwargs"]
     beta1, beta2 = options.pop("betas")
     if name == "Adam" and not options["weight_decay"]:
