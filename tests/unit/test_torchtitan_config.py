@@ -63,7 +63,7 @@ def test_a_llama_by_its_numbers(tmp_path: Path) -> None:
     text = job.text()
     assert "ffn_dim = 96                             # model_spec.model.layers.feed_forward.w1.out_features" in text
     assert 'encoding = "assets"                      # hf_assets_path' in text
-    assert "beta2 = 0.95                             # optimizer.param_groups.betas" in text
+    assert "beta2 = 0.95                             # optimizer.param_groups.beta2" in text
     assert '#   validator.dataloader.dataset = "c4_validation": validation is off' in text
     assert lost(job) == set()
     for note in (
