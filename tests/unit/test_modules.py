@@ -18,7 +18,7 @@ from titanlike.models.common.init import initialize
 from titanlike.models.common.lora import apply_lora
 from titanlike.models.families import all_configs
 from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision, cast_parameters
+from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, _Linear, apply_mixed_precision, cast_parameters
 from titanlike.parallelisms.pipeline import _stage_module
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
@@ -55,6 +55,22 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
     found, expected = model(tokens), reference(tokens)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+def test_a_weight_has_the_float32_product_as_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose matmul writes float32. The plain layer rounds the gradient to the compute dtype first."""
+    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+    x = torch.randn(2, 64, 8).bfloat16().requires_grad_()
+    layer = MixedPrecisionLinear(8, 4, bias=False)
+    layer.compute_dtype = torch.bfloat16
+    out, plain = _Linear.apply(x, layer.weight, torch.bfloat16), layer(x)
+    assert torch.equal(out, plain)
+    direction = torch.randn(2, 64, 4).bfloat16()
+    found, expected = (torch.autograd.grad(each, (x, layer.weight), direction) for each in (out, plain))
+    assert torch.equal(found[0], expected[0])
+    exact = direction.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    errors = [(each[1].double() - exact).norm() / exact.norm() for each in (found, expected)]
+    assert errors[0] < 1e-6 < 1e-3 < errors[1]
 
 
 def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:

@@ -68,7 +68,27 @@ class MixedPrecisionLinear(nn.Linear):
     compute_dtype: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
+        bias = _cast(self.bias, self.compute_dtype)
+        if self.weight.is_cuda and self.weight.dtype == torch.float32 and self.weight.requires_grad:
+            out: Tensor = _Linear.apply(x, self.weight, self.compute_dtype)
+            return out if bias is None else out + bias
+        return F.linear(x, self.weight.to(self.compute_dtype), bias)
+
+
+class _Linear(torch.autograd.Function):
+    """A product with a float32 weight that is cast. The matmul of its gradient, which only CUDA has, writes float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        weight_gradient = torch.mm(rows.t(), x.flatten(0, -2), out_dtype=weight.dtype)
+        return gradient @ weight.to(gradient.dtype), weight_gradient, None
 
 
 class MixedPrecisionEmbedding(nn.Embedding):
