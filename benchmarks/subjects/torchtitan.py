@@ -10,25 +10,19 @@ documentation recommends. On a CPU there are no CUDA graphs, and "shipped" has t
 `options` are its own keys: `training.disable_cuda_graphs=true`.
 """
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.protocol import Clock, Task
+from benchmarks.protocol import Task
+from benchmarks.torchtitan_task import TASK, Timed, interleave, plain_name, prepare, set_keys  # before torchtitan
 
-TASK = Task.read()
-if TASK.device == "cpu":
-    from benchmarks.torchtitan_cpu import NoMonitor
-
-from torchtitan.components import metrics
+# isort: split
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.quantization import Float8LinearConverter
@@ -37,15 +31,7 @@ from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
-
-
-class Monitor(metrics.DeviceMemoryMonitor):
-    """torchtitan resets the peak with each log line; the clock reads the peak of the full run."""
-
-    def reset_peak_stats(self) -> None:
-        pass
 
 
 class Model(llama3.Llama3Model):
@@ -59,28 +45,17 @@ class Model(llama3.Llama3Model):
     def init_weights(self, **options: Any) -> None:
         super().init_weights(**options)
         for name, parameter in self.named_parameters():
-            # Wrappers of compiled and checkpointed blocks change parameter names.
-            name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            parameter.to_local().copy_(weight_of(name))  # one process has all of it
+            parameter.to_local().copy_(weight_of(plain_name(name)))  # one process has all of it
 
 
 def weight_of(name: str) -> Tensor:
     """Returns the task's weight for a parameter of torchtitan: query, key and value are one, by key's heads."""
     if "wqkv" in name:
-        query, key, value = (
-            interleave(TASK.weights[name.replace("qkv_linear.wqkv", part)], part) for part in ("wq", "wk", "wv")
-        )
+        query, key, value = (TASK.weights[name.replace("qkv_linear.wqkv", part)] for part in ("wq", "wk", "wv"))
         heads = (TASK.model["num_kv_heads"], -1)
-        return torch.cat([each.unflatten(0, heads) for each in (query, key, value)], dim=1).flatten(0, 1)
+        parts = (interleave(query), interleave(key), value)
+        return torch.cat([each.unflatten(0, heads) for each in parts], dim=1).flatten(0, 1)
     return TASK.weights[name.replace("lm_head.", "output.")]
-
-
-def interleave(weight: Tensor, part: str) -> Tensor:
-    """Permutes query and key rows from rotate-half RoPE to torchtitan's interleaved RoPE."""
-    if part == "wv":
-        return weight
-    head_dim = TASK.model["dim"] // TASK.model["num_heads"]
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 class NoTokenizer(Configurable):
@@ -182,38 +157,22 @@ def config_of(task: Task) -> Trainer.Config:
     )  # fmt: skip
     if best:
         config.activation_checkpoint = None
-    for key, value in task.options.items():
-        section, _, name = key.rpartition(".")
-        text = not isinstance(getattr(attrgetter(section)(config), name), str)
-        setattr(attrgetter(section)(config), name, json.loads(value) if text else value)
+    set_keys(config, task.options)
     return config
+
+
+class TimedTrainer(Timed, Trainer):
+    """torchtitan's Trainer, on a clock."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
 
 
 def main() -> None:
     """Trains until the clock ends the process."""
-    task = TASK
-    clock = Clock(task, ("torchtitan", "torchao"))
-
-    class TimedTrainer(Trainer):
-        @dataclass(kw_only=True, slots=True)
-        class Config(Trainer.Config):
-            pass
-
-        def train_step(self, data_iterator: Any) -> None:
-            self.losses: list[Tensor] = []
-            super().train_step(data_iterator)
-            clock.step(torch.stack(self.losses).sum())
-
-        def forward_backward_step(self, **inputs: Any) -> Tensor:
-            loss = super().forward_backward_step(**inputs)  # the micro-batch's share of the step's mean
-            self.losses.append(loss.detach().clone())  # the next replay of a graph overwrites it
-            return loss
-
-    metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(f"{task.device}:0")
-    # The variables of torchrun. Port 0 selects a free port: other subjects run at the same time.
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
-    init_logger()
-    TimedTrainer(config_of(task)).train()
+    TimedTrainer.clock = prepare()
+    TimedTrainer(config_of(TASK)).train()
 
 
 if __name__ == "__main__":

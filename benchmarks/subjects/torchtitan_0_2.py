@@ -8,39 +8,24 @@ losses match. float8 is tensorwise, and compiled in both rows, as its documentat
 `activation_checkpoint.mode=selective`.
 """
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.protocol import Clock, Task
+from benchmarks.protocol import Task
+from benchmarks.torchtitan_task import TASK, Timed, interleave, plain_name, prepare, set_keys  # before torchtitan
 
-if Task.read().device == "cpu":
-    from benchmarks.torchtitan_cpu import NoMonitor
-
-from torchtitan.components import metrics
+# isort: split
 from torchtitan.config import JobConfig
 from torchtitan.models import llama3
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import register_train_spec
-from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
-
-TASK = Task.read()
-
-
-class Monitor(metrics.DeviceMemoryMonitor):
-    """torchtitan resets the peak with each log line; the clock reads the peak of the full run."""
-
-    def reset_peak_stats(self) -> None:
-        pass
 
 
 class Model(llama3.Transformer):
@@ -52,17 +37,8 @@ class Model(llama3.Transformer):
         if TASK.model["tied_head"]:  # its Llama 3 does not support this; its Qwen ties them at this place
             self.output.weight = self.tok_embeddings.weight
         for name, parameter in self.named_parameters():
-            # Wrappers of compiled and checkpointed blocks change parameter names.
-            name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            parameter.copy_(interleave(name, TASK.weights[name]))
-
-
-def interleave(name: str, weight: Tensor) -> Tensor:
-    """Permutes query and key rows from rotate-half RoPE to torchtitan's interleaved RoPE."""
-    if not name.endswith(("wq.weight", "wk.weight")):
-        return weight
-    head_dim = TASK.model["dim"] // TASK.model["num_heads"]
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+            weight = TASK.weights[plain_name(name)]
+            parameter.copy_(interleave(weight) if name.endswith(("wq.weight", "wk.weight")) else weight)
 
 
 def batches(pin_memory: bool) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -105,31 +81,18 @@ def config_of(task: Task) -> JobConfig:
     if float8:
         skipped = ["output", "auto_filter_small_kn"] if best else ["output"]
         keys |= {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": skipped}
-    for key, value in (keys | task.options).items():
-        section, _, name = key.rpartition(".")
-        text = isinstance(value, str) and not isinstance(getattr(attrgetter(section)(config), name), str)
-        setattr(attrgetter(section)(config), name, json.loads(value) if text else value)
+    set_keys(config, keys | task.options)
     return config
+
+
+class TimedTrainer(Timed, Trainer):
+    """torchtitan's Trainer, on a clock."""
 
 
 def main() -> None:
     """Trains until the clock ends the process."""
-    task, model = TASK, TASK.model
-    clock = Clock(task, ("torchtitan", "torchao"))
-
-    class TimedTrainer(Trainer):
-        def train_step(self, data_iterator: Any) -> None:
-            self.losses: list[Tensor] = []
-            super().train_step(data_iterator)
-            clock.step(torch.stack(self.losses).sum())
-
-        def forward_backward_step(self, **inputs: Any) -> Tensor:
-            loss = super().forward_backward_step(**inputs)  # the micro-batch's share of the step's mean
-            self.losses.append(loss.detach())
-            return loss
-
-    metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(task.device)
-    config = config_of(task)
+    model = TASK.model
+    TimedTrainer.clock = prepare()
     model_args = llama3.TransformerModelArgs(
         dim=model["dim"], n_layers=model["num_layers"], n_heads=model["num_heads"], n_kv_heads=model["num_kv_heads"],
         vocab_size=model["vocab_size"], norm_eps=model["norm_eps"], rope_theta=model["rope_theta"],
@@ -145,10 +108,7 @@ def main() -> None:
         build_optimizers_fn=build_optimizers, state_dict_adapter=None,
     )  # fmt: skip
     register_train_spec("task", spec)
-    # The variables of torchrun. Port 0 selects a free port: other subjects run at the same time.
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
-    init_logger()
-    TimedTrainer(config).train()
+    TimedTrainer(config_of(TASK)).train()
 
 
 if __name__ == "__main__":
