@@ -53,7 +53,10 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
         lambda: chunked.add_product(tensor(16, 16, dtype=FULL), tensor(16, 8), tensor(8, 16)), {"addmm": 1, "mm": 0}
     ),
     "gradient of a weight": (
-        lambda: _Linear.backward(SimpleNamespace(saved_tensors=(tensor(2, 8, 4), tensor(16, 4, dtype=FULL))), tensor(2, 8, 16)),
+        lambda: _Linear.backward(
+            SimpleNamespace(saved_tensors=(tensor(2, 8, 4), tensor(16, 4, dtype=FULL)), needs_input_grad=(True,)),
+            tensor(2, 8, 16),
+        ),
         {"mm": 2, "_to_copy": 1},  # the weight is cast, its gradient is not
     ),
     "its first chunk": (

@@ -70,8 +70,9 @@ def _build_adamw(
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
-        on_gpu = any(local_tensor(parameter).is_cuda for parameter in model.parameters())
-        return AdamW(groups, **options, fused=not (on_gpu and find_spec("triton")))
+        shards = [local_tensor(parameter) for parameter in model.parameters()]
+        has_kernel = find_spec("triton") and all(shard.is_cuda and shard.is_contiguous() for shard in shards)
+        return AdamW(groups, **options, fused=not has_kernel)
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:
         copies = copies_of(model)  # equal seeds keep them equal

@@ -84,11 +84,11 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         weight_gradient = torch.mm(rows.t(), x.flatten(0, -2), out_dtype=weight.dtype)
-        return gradient @ weight.to(gradient.dtype), weight_gradient, None
+        return gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None, weight_gradient, None
 
 
 class MixedPrecisionEmbedding(nn.Embedding):
