@@ -9,7 +9,7 @@ import tomli
 
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.recipe import PretrainRecipe, load, to_toml
-from titanlike.tools.verify.recipe import _toml
+from titanlike.tools.programs import toml
 from titanlike.tools.verify.small_recipe import shrink
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
@@ -63,7 +63,7 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
         "run.dir": str(folder),
         "run.name": "run",
     } | changes
-    return load(PretrainRecipe, FOLDER / f"{name}.toml", keys | {key: _toml(value) for key, value in smaller.items()})
+    return load(PretrainRecipe, FOLDER / f"{name}.toml", keys | {key: toml(value) for key, value in smaller.items()})
 
 
 @contextmanager

@@ -235,22 +235,22 @@ def test_selective_checkpointing_saves_the_output_of_flex_attention(
 
 def test_flex_attention_is_compiled_for_each_length_or_fails(flex_on_cpu: pytest.MonkeyPatch) -> None:
     """It never runs in eager mode, which would materialize the scores."""
-    limits: Any = torch._dynamo.config
     backend: Any = CompileCounterWithBackend("eager")
-    flex_on_cpu.setattr(limits, "recompile_limit", 1)
     flex_on_cpu.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    attention = compiled_flex_attention.__wrapped__()
 
     def attend(length: int) -> None:
         q = torch.ones(1, 1, length, 16)
         attention(q, q, q, block_mask=DocumentMask(flex=True)(torch.zeros(1, length)))
 
-    for length in (16, 32):
-        attend(length)
-    assert backend.frame_count == 2
-    limits.recompile_limit = 2
-    with pytest.raises(FailOnRecompileLimitHit):
-        attend(48)
+    with torch._dynamo.config.patch(recompile_limit=1):  # type: ignore[no-untyped-call]
+        attention = compiled_flex_attention.__wrapped__()
+        for length in (16, 32):
+            attend(length)
+        assert backend.frame_count == 2
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = 2
+        with pytest.raises(FailOnRecompileLimitHit):
+            attend(48)
 
 
 class Tensors(TorchDispatchMode):
