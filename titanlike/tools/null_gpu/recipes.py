@@ -71,12 +71,24 @@ def job_of(name: str, gpus: int, options: Sequence[str]) -> Job:
     return Job(load_known(RECIPES / f"{name}.toml", overrides), gpus)
 
 
-def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
-    """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
-    path = RECIPES / f"{name}.toml"
+def train(
+    path: Path,
+    gpus: int,
+    overrides: Sequence[str],
+    device: str,
+    defaults: Sequence[str] = SHORT,
+    *,
+    all_ranks: bool = False,
+    **options: Any,
+) -> tuple[list[str], dict[str, Any]]:
+    """Trains a recipe with these defaults, where none of the overrides has the key.
+
+    Returns:
+        The keys that it was trained with, and the record. `options` are of `record.run`.
+    """
     overridden = {override.split("=")[0] for override in overrides}
     recipe = load_known(path, {})
-    arguments = [*SHORT, *short(recipe, gpus), *overrides]
+    arguments = [*defaults, *overrides]
     if isinstance(recipe, DistillRecipe):
         arguments.append(f"--distillation.teacher={RANDOM}")
     if isinstance(recipe, DpoRecipe):
@@ -87,9 +99,17 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if all_ranks else []
         ranks = 0 if all_ranks or gpus == 1 else gpus
         command = [sys.executable, *launcher, *program]
-        code, found = record.run(command, device, gpus if all_ranks else 8, ranks=ranks)
+        code, found = record.run(command, device, gpus if all_ranks else 8, ranks=ranks, **options)
         if code or found["mismatch"]:
-            raise RuntimeError(found["mismatch"] or f"{name} ended with code {code}")
+            raise RuntimeError(found["mismatch"] or f"{path.stem} ended with code {code}")
+    return arguments, found
+
+
+def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
+    """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
+    path = RECIPES / f"{name}.toml"
+    defaults = [*SHORT, *short(load_known(path, {}), gpus)]
+    arguments, found = train(path, gpus, overrides, device, defaults, all_ranks=all_ranks)
     process = max(found["processes"], key=lambda each: each["allocated_peak"])
     step = process["steps"][-1]
     launches = step["launches"]

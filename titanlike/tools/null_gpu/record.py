@@ -11,10 +11,18 @@ from typing import Any
 from titanlike.tools.null_gpu import collectives, library
 
 KINDS = ("matmul", "attention", "generated", "other")
+LEDGER = {"NULL_GPU_LEDGER": "1", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1"}  # inductor counts bytes for its benchmarks
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def environment(device: str, devices: int, folder: Path, memory: float | None = None, ranks: int = 0) -> dict[str, str]:
-    """Returns the variables with which a process and its children run on null GPUs. Messages and records go to this folder."""
+def environment(
+    device: str, devices: int, folder: Path, memory: float | None = None, ranks: int = 0, *, ledger: bool = False
+) -> dict[str, str]:
+    """Returns the variables with which a process and its children run on null GPUs. Messages and records go to this folder.
+
+    Args:
+        ledger: also records the kernels of a step. The compiler's caches are then in the folder.
+    """
     d = library.devices()[device]
     total = int(memory * 2**30) if memory else d["memory"]
     figures = (
@@ -33,6 +41,7 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
         "NULL_GPU_DEVICE": ";".join(str(figure) for figure in figures),
         "NULL_GPU_FOLDER": str(folder),
         **({"NULL_GPU_RANKS": str(ranks)} if ranks else {}),
+        **(LEDGER | {name: str(folder / part) for name, part in CACHES.items()} if ledger else {}),
     }
 
 
@@ -42,6 +51,9 @@ def run(
     devices: int = 8,
     memory: float | None = None,
     ranks: int = 0,
+    *,
+    folder: Path | None = None,
+    ledger: bool = False,
     **options: Any,
 ) -> tuple[int, dict[str, Any]]:
     """Runs a command on null GPUs. Returns its exit code and the record of its processes, in order of their ranks.
@@ -50,11 +62,13 @@ def run(
         device: one of `devices.toml`.
         memory: of a device in GiB, instead of its own.
         ranks: runs the command as rank 0 of this number of ranks, of which the others are absent.
+        folder: keeps messages and records; by default, a temporary one has them.
+        ledger: also records the kernels of a step, in this folder.
         options: of `subprocess.run`.
     """
     with tempfile.TemporaryDirectory(prefix="null-gpu-") as name:
-        folder = Path(name)
-        variables = os.environ | environment(device, devices, folder, memory, ranks)
+        folder = folder or Path(name)
+        variables = os.environ | environment(device, devices, folder, memory, ranks, ledger=ledger)
         code = subprocess.run(command, env=variables, check=False, **options).returncode
         found = read(folder)
     if ranks:

@@ -1,0 +1,110 @@
+"""Records the kernels of a step of the subjects of `benchmarks/run.py` on the null GPU, one after another, and of recipes.
+
+    python -m benchmarks.ledger --out benchmarks/results/ledger.json --python torchtitan=PYTHON --python torchtitan_0_2=PYTHON
+
+The rows are those that the file does not have yet; `--again` repeats them. The environments of peers need the PyTorch of this one.
+Prints the file as tables in Markdown: GB and predicted milliseconds on an H200 by class of kernel.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import facts, parser_of, write
+from benchmarks.common import table as table_of
+from benchmarks.protocol import Task
+from benchmarks.run import Subject, add_peers, take_turns
+from benchmarks.side_by_side import OPTIONS, WITHOUT_GRAPHS, Case, reason, task_of
+from benchmarks.subjects.titanlike import recipe_of
+from titanlike.config.shipped import recipe_path
+from titanlike.tools.null_gpu import ledger, record
+from titanlike.tools.null_gpu.rates import Rates
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+
+GPU = "h200"
+PEERS = (WITHOUT_GRAPHS, "torchtitan_0_2")
+CASES = {
+    "1b": Case("llama3_1b", "bfloat16", 2, ("titanlike", "plain", *PEERS)),
+    "8b-float8": Case("llama3_8b_8layers", "float8", 2, ("titanlike", *PEERS)),
+    "gpt2": Case("gpt2_124m", "bfloat16", 64, ("titanlike", "plain")),
+}
+# Recipes, of which rank 0 of so many GPUs trains a step of two micro-batches.
+RECIPES = {"8b-fsdp": ("llama3_8b", 8, ("--training.global_batch_size=16",))}
+
+
+def of_subject(task: Task, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the sums of a subject."""
+    folder.mkdir()
+    variables = record.environment(GPU, 1, folder, ledger=True)
+    result = take_turns({task.subject: task}, lambda _, one: Subject(one, folder, options, variables))[task.subject]
+    if "failed" in result:
+        return {"failed": reason(result["failed"]), "log": result["failed"]}
+    (process,) = record.read(folder)["processes"]
+    recipe = recipe_of(replace(task, row="best", options={}), str(folder))
+    rates = Rates(Job(recipe, 1), load_hardware(GPU), GPU)
+    return ledger.summary(ledger.read(folder), rates, process) | {"versions": result["versions"]}
+
+
+def of_recipe(name: str) -> dict[str, Any]:
+    """Returns the sums of a recipe."""
+    recipe, gpus, overrides = RECIPES[name]
+    return ledger.summary(*ledger.measure(recipe_path(recipe), overrides, gpus, GPU))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as a Markdown table for each case."""
+    tables = []
+    for name, found in result["cases"].items():
+        rows = {subject: row for subject, row in found.items() if "failed" not in row}
+        classes = dict.fromkeys(each for row in rows.values() for each in row["classes"])
+        cells = [[each, *(_cell(row["classes"].get(each)) for row in rows.values())] for each in classes]
+        totals = {"GB": ",.1f", "launches": ",", "predicted_ms": ",.1f", "predicted_tokens_per_second_per_gpu": ",.0f"}
+        totals["allocated_gib"] = ".2f"
+        cells += [
+            [key.replace("_", " "), *(format(row[key], form) for row in rows.values())] for key, form in totals.items()
+        ]
+        tables.append(f"**{name}**: GB, ms\n\n{table_of(['', *rows], cells)}\n")
+    return "\n".join(tables)
+
+
+def _cell(row: dict[str, float] | None) -> str:
+    return f"{row['GB']:.1f}, {row['ms']:.1f}" if row else ""
+
+
+def main() -> None:
+    """Records the rows that are missing, and prints the tables."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--case", default=",".join([*CASES, *RECIPES]))
+    parser.add_argument("--again", action="store_true", help="also record the rows that the file has")
+    add_peers(parser)
+    options = parser.parse_args()
+    result = json.loads(options.out.read_text()) if options.out and options.out.exists() else {"cases": {}}
+    result |= facts()
+    for name in options.case.split(","):
+        rows = result["cases"].setdefault(name, {})
+        with tempfile.TemporaryDirectory(
+            ignore_cleanup_errors=True
+        ) as temporary:  # workers of a compiler may still write
+            for subject in CASES[name].subjects if name in CASES else ("titanlike",):
+                if subject in rows and not options.again:
+                    continue
+                print(name, end=" ", flush=True, file=sys.stderr)
+                if name in RECIPES:
+                    rows[subject] = of_recipe(name)
+                else:
+                    program = subject.partition(",")[0]
+                    task = replace(
+                        task_of(CASES[name], Path(temporary)), subject=program, options=OPTIONS.get(subject, {})
+                    )
+                    rows[subject] = of_subject(task, Path(temporary, subject), options)
+                write(options.out, result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
