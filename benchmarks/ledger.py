@@ -19,8 +19,9 @@ from benchmarks.common import table as table_of
 from benchmarks.protocol import Task
 from benchmarks.run import Subject, add_peers, take_turns
 from benchmarks.side_by_side import OPTIONS, WITHOUT_GRAPHS, Case, reason, task_of
-from benchmarks.subjects.titanlike import recipe_of
+from benchmarks.subjects.titanlike import keys_of
 from titanlike.config.shipped import recipe_path
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools.null_gpu import ledger, record
 from titanlike.tools.null_gpu.rates import Rates
 from titanlike.tools.planning.hardware import load_hardware
@@ -45,7 +46,10 @@ def of_subject(task: Task, folder: Path, options: argparse.Namespace) -> dict[st
     if "failed" in result:
         return {"failed": reason(result["failed"]), "log": result["failed"]}
     (process,) = record.read(folder)["processes"]
-    recipe = recipe_of(replace(task, row="best", options={}), str(folder))
+    toml = folder / "recipe.toml"
+    toml.touch()
+    keys = {key: str(value) for key, value in keys_of(replace(task, options={}), str(folder)).items()}
+    recipe = load(PretrainRecipe, toml, keys)
     rates = Rates(Job(recipe, 1), load_hardware(GPU), GPU)
     return ledger.summary(ledger.read(folder), rates, process) | {"versions": result["versions"]}
 
@@ -80,6 +84,9 @@ def main() -> None:
     """Records the rows that are missing, and prints the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--case", default=",".join([*CASES, *RECIPES]))
+    parser.add_argument(
+        "--subject", default=f"titanlike,plain,{','.join(sorted({one.partition(',')[0] for one in PEERS}))}"
+    )
     parser.add_argument("--again", action="store_true", help="also record the rows that the file has")
     add_peers(parser)
     options = parser.parse_args()
@@ -91,13 +98,13 @@ def main() -> None:
             ignore_cleanup_errors=True
         ) as temporary:  # workers of a compiler may still write
             for subject in CASES[name].subjects if name in CASES else ("titanlike",):
-                if subject in rows and not options.again:
+                program = subject.partition(",")[0]
+                if program not in options.subject.split(",") or (subject in rows and not options.again):
                     continue
                 print(name, end=" ", flush=True, file=sys.stderr)
                 if name in RECIPES:
                     rows[subject] = of_recipe(name)
                 else:
-                    program = subject.partition(",")[0]
                     task = replace(
                         task_of(CASES[name], Path(temporary)), subject=program, options=OPTIONS.get(subject, {})
                     )

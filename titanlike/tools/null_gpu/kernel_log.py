@@ -100,21 +100,26 @@ class KernelLog(TorchDispatchMode):
         new = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in memory]
         if name == "wait_tensor":
             self._event("wait", given[0][1].data_ptr())
-        if name.startswith(NO_KERNEL) or not (given or new) or not (new or func._schema.is_mutable):  # a view
-            return
         tensors = [*(t for _, t in given), *new]
-        if func.namespace not in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, tensors, arguments)
+        elif tensors and not name.startswith(NO_KERNEL) and (new or func._schema.is_mutable):  # else a view
             self._run("operator", name, tensors, bytes=_moved(name, given, new))
-        elif kind := next((kind for part, kind in COLLECTIVES.items() if part in name), ""):
-            group = _group(arguments)
-            own, done = f"collectives of {group}", tensors[-1].data_ptr()
-            self._event("record", "issued")
-            self._event("wait", "issued", own)
-            size = max(t.nbytes for t in tensors)
-            self._run("collective", name, tensors, own, bytes=size, collective=kind, group=group)
-            self._event("record", done, own)
-            if func.namespace == "c10d":  # the others return at once, and `wait_tensor` follows
-                self._event("wait", done)
+
+    def _collective(self, func: Any, tensors: list[Tensor], arguments: list[tuple[Any, Any]]) -> None:
+        name = func.overloadpacket.__name__
+        kind = next((kind for part, kind in COLLECTIVES.items() if part in name), "")
+        if not kind or not tensors:
+            return
+        group = _group(arguments)
+        own, done = f"collectives of {group}", tensors[-1].data_ptr()
+        self._event("record", "issued")
+        self._event("wait", "issued", own)
+        size = max(t.nbytes for t in tensors)
+        self._run("collective", name, tensors, own, bytes=size, collective=kind, group=group)
+        self._event("record", done, own)
+        if func.namespace == "c10d":  # the others return at once, and `wait_tensor` follows
+            self._event("wait", done)
 
     def _run(self, kind: str, name: str, tensors: list[Tensor], stream: str | None = None, **facts: Any) -> None:
         shapes = [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]

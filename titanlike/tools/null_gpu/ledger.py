@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.programs import load_known
 
+SMALL_KERNEL = 2**20  # bytes, which take less than a launch
+BOUND_BY_BYTES = 0.1  # instructions of a warp for each byte; from about twice as many, issuing takes longer
 LONG_ROW = 2**17  # bytes: a second loop over such a row finds nothing of it in a cache
 
 
@@ -87,7 +90,8 @@ def read(folder: Path, rank: int = 0, *, instructions: bool = True) -> Ledger:
     """Reads what a process has left in the folder of `record.environment`. Without instructions, bytes alone bound kernels."""
     found = json.loads((folder / f"ledger-{rank}.json").read_text())
     count = instructions and disassembler() is not None
-    kernels = [kernel_of(each, folder, count=count) for each in found["kernels"]]
+    with ThreadPoolExecutor() as pool:  # which waits for disassemblers
+        kernels = list(pool.map(lambda each: kernel_of(each, folder, count=count), found["kernels"]))
     return Ledger(kernels, [Call(*call) for call in found["calls"]], Parameters(**found["parameters"]), found["torch"])
 
 
@@ -101,8 +105,19 @@ def kernel_of(facts: dict[str, Any], folder: Path, *, count: bool) -> Kernel:
         if gigabytes is None:  # not of inductor: its integers are no sizes of dimensions
             elements = max((math.prod(shape) for shape, _ in facts["tensors"]), default=0)
         if count and "foreach" not in facts["name"]:  # each program of these has one branch of many
-            facts["issued"] = min((each.issued(elements) for each in binaries), default=0.0)
+            facts["issued"] = _issued(binaries, elements, facts["bytes"])
     return Kernel(**facts)
+
+
+def _issued(binaries: Sequence[Binary], elements: int, size: int) -> float:
+    """Returns the instructions of the configuration with fewest, which autotuning is taken to choose. Disassembling is slow: only
+    until it is certain that bytes take longer."""
+    fewest = math.inf
+    for binary in binaries if size > SMALL_KERNEL else ():
+        fewest = min(fewest, binary.issued(elements))
+        if fewest < BOUND_BY_BYTES * size:
+            break
+    return 0.0 if fewest == math.inf else fewest
 
 
 def _cubin(folder: Path, name: str, key: str) -> Path:

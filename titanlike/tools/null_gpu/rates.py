@@ -95,6 +95,8 @@ class Rates:
     def _matmul(self, matmul: Matmul) -> float:
         kind = "float8" if matmul.float8 else self.job.recipe.training.compute_dtype
         correction = 1.0
+        if not matmul.flops:
+            return 0.0
         if (measured := MEASURED_MATMULS.get(kind)) and not matmul.grouped:
             m, n, k = nearest = min(measured, key=lambda shape: _distance(shape, (matmul.m, matmul.n, matmul.k)))
             formula = sum(self._h200.matmul(Matmul(*each, matmul.float8)) for each in ((m, n, k), (m, k, n), (n, k, m)))
