@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlike.config.shipped import recipe_path
+from titanlike.tools.null_gpu import predicted_trace
 from titanlike.tools.null_gpu.instructions import Binary
 from titanlike.tools.null_gpu.kernels import Kernel, Parameters, class_of
 from titanlike.tools.null_gpu.ledger import Call, Ledger, kernel_of
@@ -13,6 +14,7 @@ from titanlike.tools.null_gpu.rates import Rates
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.programs import load_known
+from titanlike.tools.trace import read_profile
 
 # Of Llama 3.2 1B: the embedding and LM head, w1 and w2, wq and wo, wk and wv, the norms.
 PARAMETERS = Parameters(128256, [2048, 512 * 2048, 2048 * 2048, 8192 * 2048, 128256 * 2048], [128256 * 2048])
@@ -128,3 +130,30 @@ def test_a_stream_waits_for_the_events_of_another(rates: Rates) -> None:
     ]  # fmt: skip
     spans = Ledger(copies, calls, PARAMETERS, "").timeline(rates)
     assert [(round(1e3 * span.start), round(1e3 * span.end)) for span in spans] == [(0, 1), (1, 4), (1, 3), (4, 5)]
+
+
+def test_a_predicted_trace_has_the_parts_of_a_profile(rates: Rates, tmp_path: Path) -> None:
+    milliseconds = 31 * 10**8  # of a copy
+    weights = Kernel(
+        "collective", "_allgather_base_", ((X, BF16),), 2 * 10**9, collective="all-gather", group=("shard", 8)
+    )
+    rates = replace(rates, job=Job(rates.job.recipe, 2))
+    kernels = [
+        kernel("copy_", (X, BF16), size=milliseconds),
+        weights,
+        kernel("_fused_adamw_", size=milliseconds, optimizer=True),
+    ]
+    calls = [
+        Call("run", 1, 9), Call("run", 0, 0), Call("record", 3, 9), Call("wait", 3, 0), Call("run", 2, 0), Call("run", 1, 9)
+    ]  # fmt: skip
+    ledger = Ledger(kernels, calls, PARAMETERS, "")
+    file = tmp_path / "profile" / "step-1-rank-0.json.gz"
+    predicted_trace.write(file, ledger, rates)
+    profile, gather = read_profile(file), rates.seconds(weights)
+    assert gather > 2e-3
+    # The first all-gather begins with the copy, which hides a part of it; the second one with the update.
+    assert profile.parts == pytest.approx(
+        {"elementwise": 1e-3, "optimizer": 1e-3, "exposed shard": 2 * gather - 2e-3}, rel=1e-3
+    )
+    assert profile.hidden == pytest.approx({"shard": 2e-3}, rel=1e-3)
+    assert profile.seconds == pytest.approx(2 * gather, rel=1e-3)

@@ -28,11 +28,12 @@ DESCRIPTION = """\
 Measures where the time of a step goes. Runs ten steps of a recipe, traces three of them, and prints the time of matmuls, attention,
 elementwise kernels, the optimizer, exposed communication of each mesh dimension, waiting for data, and gaps in which the host
 launches nothing. Beside it: what `titanlike plan` expects. The trace itself is for ui.perfetto.dev. A run directory that has traces
-is not run again.
+is not run again. Without a GPU, the same is predicted from the kernels of a step, for rank 0 of NPROC.
 
   titanlike profile debug
   NPROC=8 titanlike profile llama3_8b --ranks 0,7 --parallelism.tensor=2
-  titanlike profile runs/mine"""
+  titanlike profile runs/mine
+  NPROC=8 titanlike profile llama3_8b --without-gpu h100"""
 
 STEPS, FIRST_TRACED, NUM_TRACED = 10, 6, 3
 # Only what trains: nothing else is in the time of a step. The schedule has no effect on it, and must be valid for ten steps.
@@ -63,6 +64,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace")
     text = "hardware of the plan (default: the GPU's; on a CPU, no plan)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)
+    text = "predict the profile on this hardware, from a step whose kernels are recorded and not computed: docs/profiling.md"
+    parser.add_argument("--without-gpu", metavar="NAME|FILE", help=text)
     text = "run directory (default: runs/profile-RECIPE-TIME)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
@@ -79,11 +82,14 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = arguments.overrides
     hardware = load_hardware(arguments.hardware) if arguments.hardware else None  # before what takes long
     folder = arguments.path
+    if arguments.without_gpu:
+        _predict(arguments, overrides)
+        return
     if folder.is_dir():
         if overrides:
             raise UserError(f"{folder} is a run, whose recipe is not changed; leave out {shown(overrides[0])}")
     else:
-        folder = arguments.out or Path("runs", f"profile-{arguments.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = _new_folder(arguments)
         _train(arguments, overrides, folder)
     found = traces(folder)
     if not found:
@@ -104,9 +110,51 @@ def run(arguments: argparse.Namespace) -> None:
         _print(profiles, plan, measured, files, on_gpu=facts["device"] != "cpu")
 
 
+def _new_folder(arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.out or Path("runs", f"profile-{arguments.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    refuse_existing(folder)
+    return folder
+
+
+def _predict(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Prints the predicted profile of rank 0 on a GPU that this machine does not have, and writes its trace."""
+    from titanlike.distributed.launch_config import launch_config
+    from titanlike.metrics.profiler import DIRECTORY
+    from titanlike.tools.null_gpu import ledger, library, predicted_trace
+    from titanlike.tools.planning.plan import plan_or_none
+    from titanlike.tools.planning.report import table
+    from titanlike.tools.rich_console import RichConsole
+    from titanlike.tools.trace import read_profile
+
+    folder, num_ranks = _new_folder(arguments), launch_config(default_processes=1).world_size
+    print(f"compiles and records a step of rank 0 of {num_ranks} on {arguments.without_gpu}", file=sys.stderr)
+    try:
+        found, rates, process = ledger.measure(
+            arguments.path, overrides, num_ranks, arguments.without_gpu, stdout=subprocess.DEVNULL
+        )
+    except (library.Unavailable, RuntimeError) as error:
+        raise UserError(f"--without-gpu: {error}") from None
+    file = folder / DIRECTORY / "step-1-rank-0.json.gz"
+    predicted_trace.write(file, found, rates)
+    profiles, sums = [read_profile(file)], ledger.summary(found, rates, process)
+    plan = plan_or_none(rates.job.recipe, num_ranks, rates.hardware)
+    measured = {"memory_gib": sums["allocated_gib"]}
+    if arguments.json:
+        print(json.dumps(_as_json(profiles, plan, measured) | {"ledger": sums}, indent=1))
+        return
+    classes = table("Kernels by what they compute", "", "calls", "GB", "milliseconds")
+    for name, row in sums["classes"].items():
+        classes.add_row(name, f"{row['calls']:,.0f}", f"{row['GB']:.1f}", f"{row['ms']:.2f}")
+    _print(profiles, plan, measured, [file], on_gpu=True)
+    console = RichConsole(highlight=False, markup=False, emoji=False)
+    console.print()
+    console.print(classes)
+    pipeline = " and without the bubble of the pipeline" if rates.job.layout.pipeline > 1 else ""
+    console.print(f"\nAll times are predicted{pipeline}: docs/profiling.md")
+
+
 def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
     """Runs the recipe's program for ten steps."""
-    refuse_existing(folder)
     ours = OVERRIDES | {"profiling.ranks": f"[{arguments.ranks}]", "run.dir": folder.parent, "run.name": folder.name}
     launcher = REPOSITORY / "titanlike/run/launch.py"
     command = [sys.executable, str(launcher), str(arguments.path), *overrides, *options_of(ours)]

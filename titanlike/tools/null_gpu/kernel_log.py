@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._library.custom_ops import OPDEFS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -18,20 +19,10 @@ WRITES_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 READS_NOTHING = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "new_ones"}
 READS_ROWS = {"embedding", "gather", "index", "index_select"}  # as many as they return
 CHANGES_ROWS = {"index_add_", "index_put_", "_index_put_impl_", "scatter_add_"}  # as many as they are given
-NO_KERNEL = (
-    "_local_scalar_dense",
-    "empty",
-    "new_empty",
-    "is_pinned",
-    "record_stream",
-    "resize_",
-    "set_",
-    "wait_tensor",
-)
+NO_KERNEL = ("_local_scalar_dense", "empty", "new_empty", "is_pinned", "record_stream", "resize_", "set_", "wait")
 COLLECTIVES = {
-    "allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce",
-    "all_reduce": "all-reduce", "alltoall": "all-to-all", "all_to_all": "all-to-all", "broadcast": "broadcast",
-    "send": "send", "recv": "receive",
+    "allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce", "alltoall": "all-to-all",
+    "broadcast": "broadcast", "send": "send", "recv": "receive",
 }  # fmt: skip
 
 
@@ -55,17 +46,10 @@ class KernelLog(TorchDispatchMode):
 
     def start(self, optimizer: Optimizer) -> None:
         """Begins with the next kernel of the thread that calls this, and of its backward passes."""
-        shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
-        local = [getattr(each, "_local_tensor", each) for group in optimizer.param_groups for each in group["params"]]
-        vocab = max((shape[0] for shape in shapes if len(shape) == 2), default=0)
-        sizes = [
-            (shape.numel(), mine.numel(), shape[:1] == (vocab,)) for shape, mine in zip(shapes, local, strict=True)
-        ]
-        self._parameters = {
-            "vocab": vocab,  # the embedding or LM head has most rows
-            "sizes": sorted({size for *each, _ in sizes for size in each}),
-            "head": sorted({size for *each, is_head in sizes for size in each if is_head}),
-        }
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        rows = max((each.shape[0] for each in parameters if each.ndim == 2), default=0)
+        heads = [each for each in parameters if each.ndim == 2 and each.shape[0] == rows]
+        self._parameters = {"vocab": rows, "sizes": _sizes(parameters), "head": _sizes(heads)}
         self._is_on = True
         self.__enter__()
 
@@ -73,19 +57,17 @@ class KernelLog(TorchDispatchMode):
         """Ends, and writes what was recorded."""
         self.__exit__(None, None, None)
         self._is_on = False
-        kernels = [json.loads(kernel) for kernel in self.kernels]
-        found = {
-            "torch": str(torch.__version__),
-            "kernels": kernels,
-            "calls": self.calls,
-            "parameters": self._parameters,
-        }
-        file.write_text(json.dumps(found))
+        found = {"torch": str(torch.__version__), "parameters": self._parameters, "calls": self.calls}
+        file.write_text(json.dumps(found | {"kernels": [json.loads(kernel) for kernel in self.kernels]}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # such as DTensor, whose own operators follow
-        before, kwargs = len(self.calls), kwargs or {}
+        kwargs = kwargs or {}
+        if definition := OPDEFS.get(func._schema.name):  # a custom operator: its own kernels are what counts
+            with self:
+                return definition._backend_fns.get("cuda", definition._init_fn)(*args, **kwargs)
+        before = len(self.calls)
         out = func(*args, **kwargs)
         if len(self.calls) == before:  # a Triton kernel within it counts itself
             arguments = list(zip(func._schema.arguments, args, strict=False))
@@ -108,7 +90,7 @@ class KernelLog(TorchDispatchMode):
 
     def _collective(self, func: Any, tensors: list[Tensor], arguments: list[tuple[Any, Any]]) -> None:
         name = func.overloadpacket.__name__
-        kind = next((kind for part, kind in COLLECTIVES.items() if part in name), "")
+        kind = next((kind for part, kind in COLLECTIVES.items() if part in name.replace("_", "")), "")
         if not kind or not tensors:
             return
         group = _group(arguments)
@@ -175,6 +157,12 @@ class KernelLog(TorchDispatchMode):
 
         event: Any = torch.cuda.Event
         event.record, event.wait = observed("record", event.record), observed("wait", event.wait)
+
+
+def _sizes(parameters: list[Tensor]) -> list[int]:
+    """Returns the numbers of elements, of all ranks and of this one."""
+    local: list[Tensor] = [getattr(each, "_local_tensor", each) for each in parameters]
+    return sorted({each.numel() for each in (*parameters, *local)})
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
+from titanlike.run.start import Arguments
 from titanlike.tools.null_gpu import library, recipes
 from titanlike.tools.null_gpu.instructions import Binary, disassembler
 from titanlike.tools.null_gpu.kernels import Kernel, Parameters, class_of
@@ -147,15 +148,19 @@ def item_bytes(dtype: str) -> int:
 
 
 def measure(
-    path: Path, overrides: Sequence[str], gpus: int, hardware: str, *, instructions: bool = True
+    path: Path, arguments: Sequence[str], gpus: int, hardware: str, *, instructions: bool = True, **options: Any
 ) -> tuple[Ledger, Rates, dict[str, Any]]:
-    """Trains a recipe as rank 0 of the GPUs. Returns its ledger, the rates of its kernels, and the record of the process."""
+    """Trains a recipe as rank 0 of the GPUs. Returns its ledger, the rates of its kernels, and the record of the process.
+    `options` are of `subprocess.run`."""
     described = load_hardware(hardware)
     device = device_of(described)
-    options = dict(option.removeprefix("--").split("=", 1) for option in overrides)
-    job = Job(load_known(path, options), gpus)
-    with tempfile.TemporaryDirectory(prefix="null-gpu-") as name:
-        _, found = recipes.train(path, gpus, overrides, device, folder=Path(name), ledger=True)
+    overrides = Arguments([str(path), *arguments]).overrides
+    job = Job(load_known(path, overrides), gpus)
+    keys = [f"--{key}={value}" for key, value in overrides.items()]
+    with tempfile.TemporaryDirectory(
+        prefix="null-gpu-", ignore_cleanup_errors=True
+    ) as name:  # a compiler may still write
+        _, found = recipes.train(path, gpus, keys, device, folder=Path(name), ledger=True, **options)
         ledger = read(Path(name), instructions=instructions)
     return ledger, Rates(job, described, device), found["processes"][0]
 

@@ -134,8 +134,6 @@ def product_of(kernel: Kernel) -> Matmul:
     if len(b) == 3:
         rows = a[1] if len(a) == 3 else a[0] / b[0]
         return Matmul(rows, math.prod(b[1:]) / k, k, float8, count=b[0], grouped="" if len(a) == 3 else "m")
-    if k != b[0] and a[0] == b[0]:  # of a transposed matrix
-        return Matmul(k, b[-1], a[0], float8)
     return Matmul(math.prod(a[:-1]), b[-1], k, float8)
 
 
