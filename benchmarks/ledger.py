@@ -34,6 +34,12 @@ CASES = {
     "8b-float8": Case("llama3_8b_8layers", "float8", 2, ("titanlike", *PEERS)),
     "gpt2": Case("gpt2_124m", "bfloat16", 64, ("titanlike", "plain")),
 }
+TITLES = {
+    "1b": "Llama 3.2 1B, bfloat16, 2 x 2 x 8,192 tokens",
+    "8b-float8": "Llama 3 8B with 8 blocks, float8, 1 x 2 x 8,192 tokens",
+    "gpt2": "GPT-2 124M, bfloat16, 1 x 64 x 1,024 tokens",
+    "8b-fsdp": "Llama 3 8B, bfloat16, rank 0 of 8 with FSDP, 2 x 1 x 8,192 tokens",
+}
 # Recipes, of which rank 0 of so many GPUs trains a step of two micro-batches.
 RECIPES = {"8b-fsdp": ("llama3_8b", 8, ("--training.global_batch_size=16",))}
 
@@ -60,24 +66,32 @@ def of_recipe(name: str) -> dict[str, Any]:
     return ledger.summary(*ledger.measure(recipe_path(recipe), overrides, gpus, GPU))
 
 
+TOTALS = {
+    "GB": ",.1f",
+    "launches": ",",
+    "predicted_ms": ",.1f",
+    "predicted_tokens_per_second_per_gpu": ",.0f",
+    "allocated_gib": ".2f",
+}
+
+
 def table(result: dict[str, Any]) -> str:
-    """Returns the result as a Markdown table for each case."""
+    """Returns the result as a Markdown table for each case. Matmuls and attention have milliseconds only."""
     tables = []
     for name, found in result["cases"].items():
         rows = {subject: row for subject, row in found.items() if "failed" not in row}
         classes = dict.fromkeys(each for row in rows.values() for each in row["classes"])
         cells = [[each, *(_cell(row["classes"].get(each)) for row in rows.values())] for each in classes]
-        totals = {"GB": ",.1f", "launches": ",", "predicted_ms": ",.1f", "predicted_tokens_per_second_per_gpu": ",.0f"}
-        totals["allocated_gib"] = ".2f"
         cells += [
-            [key.replace("_", " "), *(format(row[key], form) for row in rows.values())] for key, form in totals.items()
+            [key.replace("_", " "), *(format(row[key], form) for row in rows.values())] for key, form in TOTALS.items()
         ]
-        tables.append(f"**{name}**: GB, ms\n\n{table_of(['', *rows], cells)}\n")
+        tables.append(f"**{TITLES[name]}**\n\n{table_of(['GB, ms', *rows], cells)}\n")
     return "\n".join(tables)
 
 
 def _cell(row: dict[str, float] | None) -> str:
-    return f"{row['GB']:.1f}, {row['ms']:.1f}" if row else ""
+    sizes = ("GB", "ms") if row and row["GB"] else ("ms",)
+    return ", ".join(f"{row[each]:.1f}" for each in sizes) if row else ""
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """The ledger of a step: classes of kernels, bytes from Triton's IR, predicted times, and what streams wait for."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,9 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.programs import load_known
 from titanlike.tools.trace import read_profile
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+# Kernels of the rows that an H200 measured, recorded with their version of PyTorch and of this project.
+STORED = json.loads((RESULTS / "ledger_h200.json").read_text())["rows"]
 # Of Llama 3.2 1B: the embedding and LM head, w1 and w2, wq and wo, wk and wv, the norms.
 PARAMETERS = Parameters(128256, [2048, 512 * 2048, 2048 * 2048, 8192 * 2048, 128256 * 2048], [128256 * 2048])
 F32, BF16, F8 = "float32", "bfloat16", "float8_e4m3fn"
@@ -113,6 +118,19 @@ def test_times_are_those_that_an_h200_measured(rates: Rates) -> None:
     copy = kernel("copy_", size=31 * 10**8)
     assert rates.seconds(copy) == pytest.approx(1e-3)
     assert rates.seconds(replace(copy, issued=132 * 4 * 1.6e9 * 2e-3)) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("row", STORED, ids=lambda row: f"{row['file']}-{row['row']}")
+def test_predictions_are_within_two_percent_of_the_h200(row: dict[str, Any], rates: Rates) -> None:
+    """To which the constants are fitted: this shows that the arithmetic stays the same."""
+    measured = json.loads((RESULTS / f"gpu/{row['file']}.json").read_text())
+    seconds = 0.0
+    for calls, name, tensors in row["products"]:
+        seconds += calls * rates.seconds(kernel(name, *((tuple(shape), dtype) for shape, dtype in tensors)))
+    for name, _, size, issued in row["others"]:  # sums of a class, of kernels that bytes or instructions bound
+        seconds += rates.seconds(kernel(name, size=size, issued=issued))
+    expected = measured["tokens_per_step"] / measured["rows"][row["row"]]["tokens_per_second"]
+    assert seconds == pytest.approx(expected, rel=0.02)
 
 
 def test_other_gpus_take_longer_by_their_figures(rates: Rates) -> None:

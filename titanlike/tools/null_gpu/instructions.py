@@ -4,7 +4,6 @@ disassembler of the CUDA toolkit is installed (Triton's wheel has it), its machi
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -14,14 +13,8 @@ from functools import cache, cached_property
 from pathlib import Path
 
 POINTER = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<(\w+)>")
-LOADED = {
-    ".128": 16,
-    ".64": 8,
-    ".U16": 2,
-    ".S16": 2,
-    ".U8": 1,
-    ".S8": 1,
-}  # bytes of a load by its suffix; without one, 4
+# Bytes of a load in machine code, by its suffix; without one, 4.
+LOADED = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
 
 
 @dataclass
@@ -29,14 +22,12 @@ class Loop:
     """A loop of the Triton IR."""
 
     trips: int  # 1 if it depends on an argument
-    loads: list[tuple[str, int, int]] = field(
-        default_factory=list
-    )  # argument, elements of a program, bytes of an element
+    loads: list[tuple[int, int]] = field(default_factory=list)  # elements of a program in an iteration, and their bytes
 
     @property
     def elements(self) -> int:
-        """Elements that a program loads in an iteration."""
-        return max(elements for _, elements, _ in self.loads)
+        """Elements of a program in all iterations."""
+        return self.trips * max(elements for elements, _ in self.loads)
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class Binary:
                 accesses.append((access[1], argument, number))
                 shape = [int(size) for size in (pointer[1] or "").split("x") if size]
                 if number >= 0 and access[1] == "load" and shape and shape[-1] > 1:
-                    loops[number].loads.append((argument, math.prod(shape), _bytes(pointer[2])))
+                    loops[number].loads.append((math.prod(shape), item_bytes(pointer[2])))
         return [loop for loop in loops if loop.loads], accesses
 
     def passes(self, argument: str) -> tuple[int, int]:
@@ -97,38 +88,34 @@ class Binary:
             total = 0.0
             for index, body in enumerate(loops):
                 source = sources[min(index, len(sources) - 1)]
-                per_thread = _loaded(body) / sum(size for _, _, size in source.loads)
+                per_thread = _loaded(body) / sum(size for _, size in source.loads)
                 total += len(body) / per_thread * elements / 32
             return total
         shapes = re.findall(r"tensor<((?:\d+x)+)", self.ir)
         block = max((math.prod(int(size) for size in shape[:-1].split("x")) for shape in shapes), default=1)
-        per_program = max([block, *(loop.elements * loop.trips for loop in sources)])
+        per_program = max([block, *(loop.elements for loop in sources)])
         warps = json.loads(self.cubin.with_suffix(".json").read_text())["num_warps"]
         return len(instructions) * warps * elements / per_program
 
 
-def _bytes(dtype: str) -> int:
-    """Returns the size of a dtype of the IR, such as bf16, i64 or f8E4M3FN."""
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of an element: of bf16, i64 or f8E4M3FN in the IR, and of torch's dtypes."""
     bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 4
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @cache
 def disassembler() -> str | None:
     """Returns the path of nvdisasm: Triton's, or that in PATH."""
-    spec = importlib.util.find_spec("triton")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    shipped = [Path(folder, "backends/nvidia/bin/nvdisasm") for folder in folders]
-    return next((str(path) for path in shipped if path.exists()), shutil.which("nvdisasm"))
+    triton = importlib.util.find_spec("triton")
+    shipped = Path(triton.origin if triton and triton.origin else "").parent / "backends/nvidia/bin/nvdisasm"
+    return str(shipped) if shipped.exists() else shutil.which("nvdisasm")
 
 
 def _machine_code(cubin: Path) -> tuple[list[str], list[list[str]]]:
     """Returns the instructions of a kernel, and those of each innermost loop."""
-    program = disassembler()
-    assert program
-    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    command = [program, "-ndf", "-c", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout
+    command = [disassembler() or "", "-ndf", "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions, labels = list[str](), dict[str, int]()
     for line in text.splitlines():
         if label := re.match(r"(\.L_\w+):", line):

@@ -120,7 +120,7 @@ class KernelLog(TorchDispatchMode):
         return self._numbers.setdefault(each, len(self._numbers))
 
     def _observe_launches(self) -> None:
-        from triton.runtime.jit import JITFunction
+        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
         run, launch = CachingAutotuner.run, JITFunction.run
 
@@ -143,7 +143,8 @@ class KernelLog(TorchDispatchMode):
                 self._run("triton", function.__name__, _tensors((args, options)), hashes=[kernel.hash])
             return kernel
 
-        CachingAutotuner.run, JITFunction.run = run_compiled, launch_directly
+        tuners: Any = CachingAutotuner
+        tuners.run, JITFunction.run = run_compiled, launch_directly
         register_optimizer_step_pre_hook(lambda *_: setattr(self, "_in_optimizer", True))
         register_optimizer_step_post_hook(lambda *_: setattr(self, "_in_optimizer", False))
 

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.run.start import Arguments
 from titanlike.tools.null_gpu import library, recipes
-from titanlike.tools.null_gpu.instructions import Binary, disassembler
+from titanlike.tools.null_gpu.instructions import Binary, disassembler, item_bytes
 from titanlike.tools.null_gpu.kernels import Kernel, Parameters, class_of
 from titanlike.tools.null_gpu.rates import Rates, device_of
 from titanlike.tools.planning.hardware import load_hardware
@@ -64,7 +64,7 @@ class Ledger:
         """Returns when each kernel runs: a stream runs one after another, and waits for events of other streams. The host is
         taken to be ahead of them."""
         seconds = [rates.seconds(kernel) for kernel in self.kernels]
-        free, events, spans = Counter[int](), dict[int, float](), list[Span]()
+        free, events, spans = defaultdict[int, float](float), dict[int, float](), list[Span]()
         for what, which, stream in self.calls:
             if what == "record":
                 events[which] = free[stream]
@@ -139,12 +139,6 @@ def _moved(tensors: Sequence[tuple[tuple[int, ...], str]], binaries: Sequence[Bi
         if shape and shape[-1] * item_bytes(dtype) > LONG_ROW:
             again += size * max(0, reads - 1)
     return min(once, round(gigabytes * 1e9) if gigabytes else once) + again
-
-
-def item_bytes(dtype: str) -> int:
-    """Returns the bytes of an element."""
-    digits = "".join(letter if letter.isdigit() else " " for letter in dtype).split()
-    return max(1, int(digits[0]) // 8) if digits else 1
 
 
 def measure(
