@@ -21,6 +21,7 @@ from benchmarks import (
     data_prepare,
     figures,
     float8_quality,
+    ledger,
     migration,
     optimizers,
     planner_validation,
@@ -161,6 +162,7 @@ SHOWN: list[tuple[str, str, Text]] = [
     ("docs/float8.md", "docs/optimizers.json", optimizers.table),
     ("docs/sweeps.md", "benchmarks/results/sweep_cpu.json", lambda measured: f"```\n{sweep_table(measured['results'])}\n```"),
     ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
+    ("docs/null_gpu.md", "benchmarks/results/ledger.json", ledger.table),
     *(
         (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
         for page, name, text in (

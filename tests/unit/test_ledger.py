@@ -48,6 +48,7 @@ def kernel(name: str, *tensors: tuple[tuple[int, ...], str], size: int = 0, **fa
         ("casts and sums of weights and gradients", kernel("triton_poi_fused__to_copy_t_6", ((8192, 2048), F32))),
         ("casts and sums of weights and gradients", kernel("add_", ((8192, 2048), F32), ((8192, 2048), F32))),
         ("casts to float8", kernel("triton_poi_fused_silu_mul_clamp_3", (HIDDEN, BF16), (HIDDEN, F8))),
+        ("maxima for float8", kernel("triton_red_fused_abs_amax_clamp_exp2_floor_log2_7", (HIDDEN, BF16))),  # scales of rows
         ("maxima for float8", kernel("triton_red_fused__to_copy_abs_max_t_12", ((14336, 4096), F32))),
         ("FSDP copies", kernel("split_with_sizes_copy", ((10**8,), BF16))),
         ("norm and clipping of gradients", kernel("_foreach_norm", (HEAD, F32))),

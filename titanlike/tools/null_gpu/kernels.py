@@ -71,16 +71,16 @@ def class_of(kernel: Kernel, parameters: Parameters) -> str:
         return "FSDP copies"
     if re.search(r"_foreach_norm|linalg_vector_norm|_foreach_mul_", name):
         return "norm and clipping of gradients"
+    if any("float8" in dtype for dtype in dtypes):
+        return "casts to float8"
+    if re.search(r"abs.*max|max.*abs", name):
+        return "maxima for float8"
     if re.search(r"softmax|nll_loss|cross_entropy|exp.*log|log.*exp", name):
         return "cross-entropy"
     if sizes & set(parameters.head):
         return "head and embedding"
     if any(shape[-1] == parameters.vocab for shape, _ in large):
         return "cross-entropy"
-    if any("float8" in dtype for dtype in dtypes):
-        return "casts to float8"
-    if re.search(r"abs.*max|max.*abs", name):
-        return "maxima for float8"
     if (
         sizes
         and sizes <= set(parameters.sizes)
