@@ -15,9 +15,9 @@ DENSE = (*TWO_BLOCKS, "--training.global_batch_size=4", "--activation_checkpoint
 @pytest.mark.parametrize(
     ("recipe", "gpus", "options", "gigabytes", "launches"),
     [
-        ("llama3_1b", 1, DENSE, 59.42, 395),
-        ("llama3_8b_float8", 1, DENSE, 240.60, 654),
-        ("llama3_8b", 8, (*TWO_BLOCKS, "--training.global_batch_size=32"), 73.40, 362),
+        ("llama3_1b", 1, DENSE, 41.70, 348),
+        ("llama3_8b_float8", 1, DENSE, 224.30, 619),
+        ("llama3_8b", 8, (*TWO_BLOCKS, "--training.global_batch_size=32"), 67.24, 341),
     ],
     ids=["bfloat16", "float8", "FSDP"],
 )  # fmt: skip
