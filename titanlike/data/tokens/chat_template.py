@@ -315,7 +315,7 @@ def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
         file = files[0].with_name("chat_template.jinja")
         if file.is_file():
             return ChatTemplate(_read(file), tokenizer, name=str(file))
-        found = _config_of(tokenizer).get("chat_template")
+        found = tokenizer.codec.config.get("chat_template")
         if isinstance(found, list):  # several by name
             named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
             found = named.get("default")
@@ -326,14 +326,13 @@ def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _built_in(tokenizer: Tokenizer) -> str:
     """Returns a template for a tokenizer without one: ChatML if it has these tokens, else each message ends with EOS."""
-    special = {number: name for name, number in tokenizer.codec.special.items()}
-    start, end, after = "", special[tokenizer.separator.token], ""
+    start, end, after = "", tokenizer.special_names[tokenizer.separator.token], ""
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.codec.special.keys():
         start, end, after = "<|im_start|>", "<|im_end|>", "\n"
     template = BUILT_IN
     for name, value in (("<start>", start), ("<end>", end), ("<after>", after)):
         template = template.replace(name, json.dumps(value))
-    bos = "" if tokenizer.bos is None else f"{{{{- {json.dumps(special[tokenizer.bos])} -}}}}\n"
+    bos = "" if tokenizer.bos is None else f"{{{{- {json.dumps(tokenizer.special_names[tokenizer.bos])} -}}}}\n"
     return bos + template
 
 
@@ -348,21 +347,14 @@ def _overlaps(ends: npt.NDArray[np.int64], spans: list[list[int]]) -> Flags:
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns the names of special tokens that a template may use, such as `bos_token`."""
-    special = {number: name for name, number in tokenizer.codec.special.items()}
     names = {}
-    for key, value in _config_of(tokenizer).items():
+    for key, value in tokenizer.codec.config.items():
         value = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(value, str):
             names[key] = value
     for key, number in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
-        names |= {} if number is None else {key: special[number]}
+        names |= {} if number is None else {key: tokenizer.special_names[number]}
     return names
-
-
-def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    files = files_of(tokenizer.section.encoding)
-    config: dict[str, Any] = json.loads(_read(files[1])) if len(files) > 1 else {}
-    return config
 
 
 def _read(file: Path, prefix: str = "") -> str:

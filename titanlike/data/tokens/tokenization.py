@@ -6,7 +6,7 @@ Training does this once for text that has no shards yet; `titanlike data prepare
 import hashlib
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from titanlike.data.documents.data_files import File, convert_write_errors, is_a
 from titanlike.data.documents.readers import BadRecord, Document, Fields, OnBadRecord, read_chunks
 from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import TEST, TRAIN, VALIDATION, Manifest, Shard
-from titanlike.data.tokens.tokenizer import Tokenizer, files_of
+from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.atomic_write import atomic_write_text, fsync_directory
 
+BATCH = 2**18  # characters that are encoded at once
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 
 ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
@@ -95,7 +96,7 @@ def tokenize(
     def add(span: FileSpan) -> None:
         first, split, unread, before = True, TRAIN, span.size, b""
         on_bad_record = skip if options.skip_bad_records else None
-        for chunk in (read_span or read_all)(span, on_bad_record):
+        for chunk, encoded in _encode((read_span or read_all)(span, on_bad_record), tokenizer):
             if not chunk.text and first and chunk.last:
                 result.empty += 1
                 continue
@@ -111,7 +112,7 @@ def tokenize(
                 hashes.append(int.from_bytes(digest, "little"))
             if split not in writers:
                 writers[split] = ShardWriter(options.folder, f"{split}-{unit.number:05d}", tokenizer.dtype)
-            tokens, prompt_length = tokenizer.document(chunk.text, chunk.prompt, first=first, last=chunk.last)
+            tokens, prompt_length = tokenizer.document(encoded, chunk.prompt, first=first, last=chunk.last)
             writers[split].add(tokens, prompt_length, last=chunk.last)
             result.text_bytes += len(content)
             first = chunk.last
@@ -121,6 +122,7 @@ def tokenize(
         check_unchanged(span.file)
         report(unread, 0)
 
+    tokenizer.codec.begin_input()
     with convert_write_errors(options.folder):
         try:
             for span in unit.spans:
@@ -131,6 +133,18 @@ def tokenize(
                 writer.drop()
             raise
     return result
+
+
+def _encode(chunks: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenIDs]]:
+    """Yields chunks of documents with their tokens. About `BATCH` characters are encoded at once."""
+    batch, size = list[Document](), 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text) + 1
+        if size >= BATCH:
+            yield from zip(batch, tokenizer.codec.encode_batch([each.text for each in batch]), strict=True)
+            batch, size = [], 0
+    yield from zip(batch, tokenizer.codec.encode_batch([each.text for each in batch]), strict=True)
 
 
 def split_of(digest: bytes, validation_share: float, test_share: float = 0.0) -> str:

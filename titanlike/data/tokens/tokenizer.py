@@ -3,9 +3,11 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from titanlike.config.base import nearest, shown
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.data_files import import_optional
 from titanlike.data.documents.readers import BadRecord
+from titanlike.data.tokens.byte_pairs import byte_letters, odd_texts, read_byte_pairs
+from titanlike.utils.live_line import print_line
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.
 SPLIT_PATTERN = (
@@ -35,6 +39,8 @@ COMMON_NAMES = {
 PROBE = (
     "def f(x):\n    return x**2  # 3.14159, 2026\n\nThe quick brown fox; Größe, naïveté, 東京, Москва, 🙂!\t  <tag/>\n"
 )
+
+NUM_COMPARED = 2**14  # characters of an input for which tiktoken has to give the tokens of the tokenizers library
 
 TokenIDs = npt.NDArray[np.uint32]
 
@@ -61,6 +67,7 @@ class Tokenizer:
         self.codec = codec
         self.vocab_size = min(codec.vocab_size, model_vocab_size or codec.vocab_size)
         self.section, self.weights = section, weights
+        self.special_names = {number: name for name, number in codec.special.items()}
         self.eos = self._special_token("eos", codec.eos) if section.special != "bos" else None
         self.bos = self._special_token("bos", codec.bos) if section.special != "eos" else None
         if self.bos == self.eos:
@@ -100,7 +107,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenIDs:
         """Encodes a text. Names of special tokens in it are encoded as plain text."""
-        return self._check(self.codec.encode(text))
+        return self._check(self.codec.encode_batch([text])[0])
 
     def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
         """Encodes a text in which names of special tokens are these tokens. Returns the tokens and the characters before the end
@@ -131,34 +138,36 @@ class Tokenizer:
         begin = [] if self.bos is None else [self.bos]
         return begin + self.encode(text).tolist() or [self.separator.token]
 
-    def encoder_input(self, text: str) -> list[int]:
-        """Encodes an input of an encoder-decoder, in which names of special tokens are these tokens."""
-        begin, end = ([] if token is None else [token] for token in (self.bos, self.eos))
-        return [*begin, *self.encode_with_special(text)[0].tolist(), *end]
-
-    def document(self, text: str, prompt: str = "", *, first: bool = True, last: bool = True) -> tuple[TokenIDs, int]:
-        """Encodes a document, with special tokens, or a chunk of one: BOS precedes its first chunk, EOS follows its last.
-
-        Returns the tokens, and how many at the start belong to the prompt, which is excluded from the loss.
-        """
+    def document(
+        self, text: str | TokenIDs, prompt: str = "", *, first: bool = True, last: bool = True
+    ) -> tuple[TokenIDs, int]:
+        """Encodes a document, with special tokens, or a chunk of one: BOS precedes its first chunk, EOS follows its last. The codec
+        may have encoded its text. Returns the tokens, and how many at the start belong to the prompt, which is excluded from the
+        loss."""
         bos = [] if self.bos is None or not first else [np.array([self.bos], np.uint32)]
         eos = [] if self.eos is None or not last else [np.array([self.eos], np.uint32)]
         prompt_parts = [*bos, self.encode(prompt)] if prompt else []
-        return np.concatenate([*(prompt_parts or bos), self.encode(text), *eos]), sum(map(len, prompt_parts))
+        tokens = self.encode(text) if isinstance(text, str) else self._check(text)
+        return np.concatenate([*(prompt_parts or bos), tokens, *eos]), sum(map(len, prompt_parts))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens without BOS and EOS. Invalid UTF-8 becomes a replacement character."""
         return self.codec.decode([token for token in tokens if token not in (self.bos, self.eos)])
 
-    def _special_token(self, role: str, default: str) -> int:
-        """Returns the EOS or BOS token: the one that the recipe names, or else the tokenizer's default."""
-        special, name = self.codec.special, getattr(self.section, role)
+    def check_special(self, key: str, name: str) -> None:
+        """Raises if a key has the name of a token that is not a special one."""
+        special = self.codec.special
         if name and name not in special:
             near = nearest(name, list(special))
             raise UserError(
-                f"tokenizer.{role} = {name!r} is not a special token of tokenizer.encoding = {self.section.encoding!r}; "
+                f"{key} = {name!r} is not a special token of tokenizer.encoding = {self.section.encoding!r}; "
                 + (f"did you mean {near!r}?" if near else f"it has {', '.join(special) or 'none'}")
             )
+
+    def _special_token(self, role: str, default: str) -> int:
+        """Returns the EOS or BOS token: the one that the recipe names, or else the tokenizer's default."""
+        special, name = self.codec.special, getattr(self.section, role)
+        self.check_special(f"tokenizer.{role}", name)
         for candidate in [name] if name else [default, *COMMON_NAMES[role]]:
             if candidate in special:
                 return special[candidate]
@@ -174,8 +183,10 @@ class _TiktokenCodec:
     eos, bos = "<|endoftext|>", ""
     merges = None  # they follow from the ranks
 
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding = encoding
+    def __init__(self, encoding: tiktoken.Encoding, matched: Iterable[str] = ()) -> None:
+        """`matched` are names in a text that are always encoded as special tokens."""
+        self.encoding, self.matched = encoding, set(matched)
+        self.config: dict[str, Any] = {}
         self.special = encoding._special_tokens
         self.vocab_size = encoding.n_vocab
         self.num_ordinary = 1 + max(encoding._mergeable_ranks.values())
@@ -184,11 +195,8 @@ class _TiktokenCodec:
         """Returns the encoding with further special tokens."""
         old = self.encoding
         special = old._special_tokens | {name: old.n_vocab + index for index, name in enumerate(names)}
-        return _TiktokenCodec(
-            tiktoken.Encoding(
-                old.name, pat_str=old._pat_str, mergeable_ranks=old._mergeable_ranks, special_tokens=special
-            )
-        )
+        ranks, pattern = old._mergeable_ranks, old._pat_str
+        return _TiktokenCodec(tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
 
     @property
     def identity(self) -> bytes:
@@ -205,16 +213,18 @@ class _TiktokenCodec:
         ranks = self.encoding._mergeable_ranks.items()
         return {"".join(letters[byte] for byte in token): rank for token, rank in ranks} | self.special
 
-    def encode(self, text: str) -> TokenIDs:
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+    def begin_input(self) -> None: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIDs]:
+        encode = partial(self.encoding.encode_to_numpy, allowed_special=self.matched, disallowed_special=())
+        return list(map(encode, texts))
 
     def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
-        tokens = self.encoding.encode(text, allowed_special="all")
-        sizes = [len(token) for token in self.encoding.decode_tokens_bytes(tokens)]
+        tokens = self.encoding.encode_to_numpy(text, allowed_special="all")
+        sizes = [len(token) for token in self.encoding.decode_tokens_bytes(tokens.tolist())]
         # A token that ends within a character ends after it.
-        characters = np.cumsum([len(character.encode()) for character in text])
-        ends = np.searchsorted(characters, np.cumsum(sizes), side="left") + 1
-        return np.array(tokens, np.uint32), ends.astype(np.int64)
+        characters = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
+        return tokens, characters[np.cumsum(sizes, dtype=np.int64) - 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.encoding.decode(tokens)
@@ -242,14 +252,15 @@ class _HuggingFaceCodec:
         self.num_ordinary = 1 + max(set(numbers) - added.keys(), default=-1)
         if not self.vocab_size:
             raise UserError(f"{path}: the vocabulary is empty; give a tokenizer that has tokens")
-        self.eos, self.bos = _names_of_special_tokens(path.with_name("tokenizer_config.json"))
+        self.config, (self.eos, self.bos) = _read_config(path.with_name("tokenizer_config.json"))
         self.identity = self.tokenizer.to_str().encode()
+        self._normalize = getattr(self.tokenizer.normalizer, "normalize_str", str)
+        self.begin_input()
 
     @property
     def tokens(self) -> dict[str, int]:
         """All tokens."""
-        vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary
+        return dict(self.tokenizer.get_vocab(with_added_tokens=True))
 
     @property
     def merges(self) -> Any:
@@ -265,13 +276,19 @@ class _HuggingFaceCodec:
         codec.vocab_size += len(names)
         return codec
 
-    def encode(self, text: str) -> TokenIDs:
-        # The batch variant does not compute character offsets, which are not needed.
-        with self._library_errors():
-            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.uint32)
+    def begin_input(self) -> None:
+        """Says that the next texts are of another input, for which tiktoken has to be compared with the library."""
+        self._first = ""
+        self._fast: _TiktokenCodec | None = None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIDs]:
+        fast = self._fast_for(texts)
+        return self._encode_fast(fast, texts) if fast else self._encode(texts)
 
     def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
+        if (fast := self._fast_for([text])) and self._normalize(text) == text:
+            with suppress(ValueError):
+                return fast.encode_with_special(text)
         self.tokenizer.encode_special_tokens = False
         try:
             with self._library_errors():
@@ -279,6 +296,46 @@ class _HuggingFaceCodec:
         finally:
             self.tokenizer.encode_special_tokens = True
         return np.array(encoding.ids, np.uint32), np.array([end for _, end in encoding.offsets], np.int64)
+
+    def _encode(self, texts: Sequence[str]) -> list[TokenIDs]:
+        # The batch variant does not compute character offsets, which are not needed.
+        with self._library_errors():
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _encode_fast(self, fast: _TiktokenCodec, texts: Sequence[str]) -> list[TokenIDs]:
+        normalized = [text if text.isascii() else self._normalize(text) for text in texts]
+        changed = [text + new for text, new in zip(texts, normalized, strict=True) if new != text]
+        # The library matches added tokens before it normalizes, and a pattern may backtrack more often than tiktoken's limit.
+        if not any(name in text for name in fast.special for text in changed):
+            with suppress(ValueError):
+                return fast.encode_batch(normalized)
+        return self._encode(texts)
+
+    def _fast_for(self, texts: Sequence[str]) -> _TiktokenCodec | None:
+        """Returns tiktoken's encoding if it has the library's tokens for the first texts of an input, which these may be."""
+        if len(self._first) < NUM_COMPARED:
+            self._first = (self._first + "".join(texts))[:NUM_COMPARED]
+            if len(self._first) == NUM_COMPARED and self._tiktoken and self._agrees(self._tiktoken, [self._first]):
+                self._fast = self._tiktoken
+        return self._fast
+
+    @cached_property
+    def _tiktoken(self) -> _TiktokenCodec | None:
+        encoding = read_byte_pairs(self.tokenizer, json.loads(self.identity))
+        codec = encoding and _TiktokenCodec(encoding, encoding._special_tokens.keys() - self.special.keys())
+        return codec if codec and self._agrees(codec, ["".join(codec.special), *odd_texts()]) else None
+
+    def _agrees(self, fast: _TiktokenCodec, texts: Sequence[str]) -> bool:
+        """Whether tiktoken's encoding has the library's tokens for texts. If not, a line says so."""
+        for text, *tokens in zip(texts, self._encode(texts), self._encode_fast(fast, texts), strict=True):
+            if not np.array_equal(*tokens):
+                problem = (
+                    f"tiktoken has other tokens for {shown(repr(text))}; the tokenizers library encodes, more slowly"
+                )
+                print_line(f"warning: {self.path}: {problem}", sys.stderr)
+                return False
+        return True
 
     def decode(self, tokens: Sequence[int]) -> str:
         with self._library_errors():
@@ -298,12 +355,12 @@ class _HuggingFaceCodec:
             ) from None
 
 
-def _names_of_special_tokens(config: Path) -> list[str]:
-    """Returns the names of EOS and BOS in a `tokenizer_config.json`: empty if it does not exist or does not name them."""
+def _read_config(config: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the content of a `tokenizer_config.json`, empty if it does not exist, and the names of EOS and BOS in it, or ""."""
     if not config.exists():
-        return ["", ""]
+        return {}, ["", ""]
     try:
-        values = json.loads(config.read_bytes())
+        values: dict[str, Any] = json.loads(config.read_bytes())
         named = [values.get(f"{role}_token") for role in ("eos", "bos")]
         names = ["" if t is None else t["content"] if isinstance(t, dict) else t for t in named]
         if not all(isinstance(name, str) for name in names):
@@ -312,7 +369,7 @@ def _names_of_special_tokens(config: Path) -> list[str]:
         raise UserError(f"{config}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{config}: not a tokenizer_config.json ({error}); repair or delete it") from None
-    return names
+    return values, names
 
 
 def build_tokenizer(section: Section, model_vocab_size: int | None = None, weights: str = "") -> Tokenizer:
@@ -384,13 +441,6 @@ def _build_codec(encoding: str) -> _TiktokenCodec | _HuggingFaceCodec:
             f"tokenizer.encoding = {encoding!r}: tiktoken cannot download it ({type(error).__name__}); connect this machine to "
             f"the network, or download {file} and set TIKTOKEN_CACHE_DIR to its folder"
         ) from None
-
-
-def byte_letters() -> list[str]:
-    """Returns the character that byte-level tokenizers write for each byte: itself if it is visible, else one from 256 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _codec_from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: list[str]) -> _TiktokenCodec:

@@ -43,7 +43,7 @@ The folder has a report of what was removed and why, with examples: titanlike da
 
 TRAIN = """\
 Trains a byte-pair tokenizer. If the name of --out ends in .json, writes a tokenizer.json for Hugging Face's tokenizers, and a
-tokenizer_config.json beside it; otherwise a rank file, which encodes faster. Both produce the same tokens.
+tokenizer_config.json beside it; otherwise a rank file. Both produce the same tokens.
 
   titanlike data train-tokenizer corpus.jsonl --out tokenizer.json --vocab-size 32000
   titanlike data train-tokenizer corpus/ --out tokenizer.model --vocab-size 50000 --limit-bytes 1000000000"""

@@ -15,6 +15,8 @@ from titanlike.tools.cli.processes import add_model_options, read_lines, session
 if TYPE_CHECKING:
     import torch
 
+    from titanlike.data.tokens.tokenizer import Tokenizer
+
 DESCRIPTION = """\
 Continues prompts, or chats, with a model. Without --prompt and --prompts, standard input is the prompt. Several prompts are
 computed in batches, and printed in their order. NPROC=n shards the model over n processes with tensor parallelism, as torchrun -m
@@ -105,7 +107,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     has_encoder = weights.config.is_encoder_decoder
     if has_encoder:
         tokenizer = with_sentinels(tokenizer, weights.config.vocab_size)
-        encoded = [tokenizer.encoder_input(prompt) for prompt in prompts]
+        encoded = [encoder_input(tokenizer, prompt) for prompt in prompts]
     else:
         encoded = [tokenizer.opening(prompt) for prompt in prompts]
         check_prompts(encoded, max_length)
@@ -143,6 +145,12 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
                 )
             if printer:
                 printer.finish(ids, texts)
+
+
+def encoder_input(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """Encodes an input of an encoder-decoder, in which names of special tokens are these tokens."""
+    begin, end = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
+    return [*begin, *tokenizer.encode_with_special(text)[0].tolist(), *end]
 
 
 class _Printer:

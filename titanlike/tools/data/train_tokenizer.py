@@ -1,4 +1,4 @@
-"""Trains byte-pair tokenizers. They are written as `tokenizer.json`, or as a rank file, which encodes faster. No torch."""
+"""Trains byte-pair tokenizers. They are written as `tokenizer.json`, or as a rank file. No torch."""
 
 import base64
 import json
@@ -11,6 +11,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.data_files import File, convert_write_errors, import_optional
 from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
+from titanlike.data.tokens.byte_pairs import byte_letters
 from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
 from titanlike.tools.data.prepare import list_inputs
 from titanlike.utils.atomic_write import atomic_write_text
@@ -127,13 +128,7 @@ def _train(text: _TextSampler, vocab_size: int, out: str) -> Any:
 
 def _rank_file(tokenizer: Any) -> str:
     """Returns the lines of a rank file. The rank of a token is its number."""
-    from tokenizers import pre_tokenizers
-
-    # Byte-level tokenizers write printable bytes as themselves, and the others as the characters from 256 on.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte_of = {character: ord(character) for character in alphabet if ord(character) < 256}
-    others = (value for value in range(256) if value not in byte_of.values())
-    byte_of |= dict(zip((character for character in alphabet if ord(character) >= 256), others, strict=True))
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     tokens = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
     encoded = [(base64.b64encode(bytes(byte_of[character] for character in token)), rank) for token, rank in tokens]
     return "".join(f"{token.decode()} {rank}\n" for token, rank in encoded)

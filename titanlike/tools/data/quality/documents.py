@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from titanlike.config import UserError
 from titanlike.data.documents.readers import Document, OnBadRecord, read_chunks
-from titanlike.data.documents.records import KINDS, PARQUET, name_of_record
+from titanlike.data.documents.records import KINDS, LINES, PARQUET, is_array
 from titanlike.data.tokens.tokenization import FileSpan, ReportProgress, WorkUnit, check_unchanged
 from titanlike.tools.data.quality.filters import Verdict, judge, judge_words
 from titanlike.tools.data.quality.hashing import GROUP, Words, select, words_of
@@ -34,7 +34,7 @@ class CandidateDocument:
             return span.file.name
         begin = span.bounds[0] if span.bounds else 0
         after = "row group {}" if span.file.kind == PARQUET else "byte {:,}"
-        place = f"{span.file.name}, {name_of_record(span.file)} {self.document.record + 1}"
+        place = f"{span.file.name}, {_name_of_record(span)} {self.document.record + 1}"
         return f"{place} after {after.format(begin)}" if begin else place
 
     def remove(self, verdict: Verdict | None) -> None:
@@ -161,3 +161,9 @@ class UnitReader:
         if text != candidate.text:
             candidate.text, candidate.content = text, text.encode()
         return True
+
+
+def _name_of_record(span: FileSpan) -> str:
+    if span.file.kind not in LINES:
+        return "row"
+    return "record" if is_array(span.file) else "line"
