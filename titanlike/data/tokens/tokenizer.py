@@ -328,8 +328,8 @@ class _HuggingFaceCodec:
 
     def _agrees(self, fast: _TiktokenCodec, texts: Sequence[str]) -> bool:
         """Whether tiktoken's encoding has the library's tokens for texts. If not, a line says so."""
-        for text, *tokens in zip(texts, self._encode(texts), self._encode_fast(fast, texts), strict=True):
-            if not np.array_equal(*tokens):
+        for text, tokens, expected in zip(texts, self._encode_fast(fast, texts), self._encode(texts), strict=True):
+            if not np.array_equal(tokens, expected):
                 problem = (
                     f"tiktoken has other tokens for {shown(repr(text))}; the tokenizers library encodes, more slowly"
                 )
