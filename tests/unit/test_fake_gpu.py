@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     ),
     "gradient of a weight": (
         lambda: _Linear.backward(
-            SimpleNamespace(saved_tensors=(tensor(2, 8, 4), tensor(16, 4, dtype=FULL)), needs_input_grad=(True,)),
+            SimpleNamespace(saved_tensors=(tensor(2, 8, 4), tensor(16, 4, dtype=FULL)), needs_input_grad=(True, True, False)),
             tensor(2, 8, 16),
         ),
         {"mm": 2, "_to_copy": 1},  # the weight is cast, its gradient is not

@@ -57,20 +57,25 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
     assert torch.equal(found, expected)
 
 
-def test_a_weight_has_the_float32_product_as_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose matmul writes float32. The plain layer rounds the gradient to the compute dtype first."""
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_has_the_float32_product_as_its_gradient(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose matmul writes float32. The plain layer rounds the gradients to the compute dtype first."""
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
     x = torch.randn(2, 64, 8).bfloat16().requires_grad_()
-    layer = MixedPrecisionLinear(8, 4, bias=False)
+    layer = MixedPrecisionLinear(8, 4, bias=bias)
     layer.compute_dtype = torch.bfloat16
-    out, plain = _Linear.apply(x, layer.weight, torch.bfloat16), layer(x)
+    out, plain = _Linear.apply(x, layer.weight, layer.bias, torch.bfloat16), layer(x)
     assert torch.equal(out, plain)
     direction = torch.randn(2, 64, 4).bfloat16()
-    found, expected = (torch.autograd.grad(each, (x, layer.weight), direction) for each in (out, plain))
+    inputs = (x, *layer.parameters())
+    found, expected = (torch.autograd.grad(each, inputs, direction) for each in (out, plain))
     assert torch.equal(found[0], expected[0])
-    exact = direction.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
-    errors = [(each[1].double() - exact).norm() / exact.norm() for each in (found, expected)]
-    assert errors[0] < 1e-6 < 1e-3 < errors[1]
+    rows = direction.double().flatten(0, 1)
+    for exact, one, other in zip(
+        (rows.t() @ x.double().flatten(0, 1), rows.sum(0)), found[1:], expected[1:], strict=False
+    ):
+        errors = [(each.double() - exact).norm() / exact.norm() for each in (one, other)]
+        assert one.dtype == torch.float32 and errors[0] < 1e-6 < 1e-3 < errors[1]
 
 
 def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:

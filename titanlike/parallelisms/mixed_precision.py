@@ -68,27 +68,28 @@ class MixedPrecisionLinear(nn.Linear):
     compute_dtype: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = _cast(self.bias, self.compute_dtype)
         if self.weight.is_cuda and self.weight.dtype == torch.float32 and self.weight.requires_grad:
-            out: Tensor = _Linear.apply(x, self.weight, self.compute_dtype)
-            return out if bias is None else out + bias
-        return F.linear(x, self.weight.to(self.compute_dtype), bias)
+            out: Tensor = _Linear.apply(x, self.weight, self.bias, self.compute_dtype)
+            return out
+        return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
 
 
 class _Linear(torch.autograd.Function):
     """A product with a float32 weight that is cast. The matmul of its gradient, which only CUDA has, writes float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(dtype))
+        return F.linear(x, weight.to(dtype), _cast(bias, dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         weight_gradient = torch.mm(rows.t(), x.flatten(0, -2), out_dtype=weight.dtype)
-        return gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None, weight_gradient, None
+        bias_gradient = rows.sum(0, dtype=weight.dtype) if ctx.needs_input_grad[2] else None
+        x_gradient = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        return x_gradient, weight_gradient, bias_gradient, None
 
 
 class MixedPrecisionEmbedding(nn.Embedding):

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+CROSS_ENTROPY = "_rows"  # of `losses.fused_cross_entropy`
 SMALL = 2**16  # elements: what has fewer is neither a matrix of weights nor an activation
 MATMUL = re.compile(r"(^|_)(mm|bmm|addmm|baddbmm|matmul|product)(_|$)")
 ATTENTION = re.compile(r"attention|flash|flex")
@@ -54,6 +55,8 @@ class Parameters:
 def class_of(kernel: Kernel, parameters: Parameters) -> str:
     """Returns the class of a kernel: the first one that fits."""
     name = kernel.name
+    if name == CROSS_ENTROPY:
+        return "cross-entropy"
     large = [(shape, dtype) for shape, dtype in kernel.tensors if math.prod(shape) > SMALL]
     sizes, dtypes = {math.prod(shape) for shape, _ in large}, {dtype for _, dtype in large}
     activation = next((each for each, pattern in ACTIVATION.items() if pattern.search(name)), "other")
