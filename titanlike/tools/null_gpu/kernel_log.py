@@ -120,7 +120,7 @@ class KernelLog(TorchDispatchMode):
         return self._numbers.setdefault(each, len(self._numbers))
 
     def _observe_launches(self) -> None:
-        from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+        from triton.runtime.jit import JITFunction
 
         run, launch = CachingAutotuner.run, JITFunction.run
 
