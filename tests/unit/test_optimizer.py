@@ -1,5 +1,6 @@
 """Loss, learning-rate schedule, parameter groups, gradient clipping and the non-finite guard."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +261,12 @@ def test_norms_of_bfloat16_gradients_are_not_rounded() -> None:
     norms = gradient_norms(model)
     assert norms.parts.dtype == torch.float32
     assert float(norms.total) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("option", [None, "fused", "amsgrad", "maximize"])
+def test_the_kernel_of_gpus_is_not_used_for_what_it_does_not_compute(option: str | None) -> None:
+    options: dict[str, Any] = {"fused": False} | ({option: True} if option else {})
+    optimizer = AdamW([nn.Parameter(torch.ones(2))], **options)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert optimizer._has_kernel(on_gpu) == (option is None)
+    assert optimizer.scale_in_step(torch.tensor(0.5)) == set()  # its weight is on a CPU

@@ -6,7 +6,6 @@
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,6 @@ def update(
     beta2: float,
     eps: float,
     weight_decay: float,
-    **_: Any,
 ) -> None:
     """Updates weights, both moments and numbers of steps in place, in float32, from gradients times `factor`.
 

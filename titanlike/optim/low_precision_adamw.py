@@ -46,10 +46,11 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self._factor: Tensor | None = None
 
     def scale_in_step(self, factor: Tensor) -> set[Tensor]:
-        """Multiplies gradients by `factor` in the next step, on GPUs, where that is free. Returns their parameters."""
-        found = {parameter for group in self.param_groups for parameter in group["params"] if parameter.is_cuda}
-        self._factor = factor if found else None
-        return found
+        """Multiplies gradients by `factor` in the next step, if all are on GPUs, where that is free. Returns their parameters."""
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        on_gpu = all(parameter.is_cuda for parameter in parameters)
+        self._factor = factor if on_gpu else None
+        return parameters if on_gpu else set()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

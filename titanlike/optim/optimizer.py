@@ -98,7 +98,7 @@ class AdamW(torch.optim.AdamW):
         return found
 
     def _has_kernel(self, parameter: Tensor) -> bool:
-        return parameter.is_cuda and not self.defaults["fused"]
+        return parameter.is_cuda and not any(self.defaults[name] for name in ("fused", "amsgrad", "maximize"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -117,8 +117,9 @@ class AdamW(torch.optim.AdamW):
                 from titanlike.optim import fused_adamw
 
                 weights, gradients, means, squares, _, steps = local
+                used = {name: options[name] for name in ("lr", "weight_decay", "eps")}
                 fused_adamw.update(
-                    weights, gradients, means, squares, steps, self._factor, beta1=beta1, beta2=beta2, **options
+                    weights, gradients, means, squares, steps, self._factor, beta1=beta1, beta2=beta2, **used
                 )
             else:
                 adamw(*local, beta1=beta1, beta2=beta2, **options)

@@ -13,7 +13,8 @@ def apply_compile(
 ) -> None:
     """Compiles `forward` of each block in place: parameter names do not change, and FSDP hooks stay outside the compiled code.
 
-    Blocks of the same structure share the code compiled for the first one.
+    Blocks of the same structure share the code compiled for the first one. On GPUs, the compiler's kernels of this process compute
+    exponentials with the instruction for them.
 
     Args:
         fullgraph: whether a graph break raises an error. Otherwise, what the compiler does not support runs as it is.

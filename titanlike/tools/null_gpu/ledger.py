@@ -29,7 +29,7 @@ from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.programs import load_known
 
-ADAMW, ADAMW_BYTES = "_update", 4096 * 28  # of `optim.fused_adamw`: seven passes over the float32 elements of a program
+ADAMW = "_update"  # of `optim.fused_adamw`
 SMALL_KERNEL = 2**20  # bytes, which take less than a launch
 BOUND_BY_BYTES = 0.1  # instructions of a warp for each byte; from about twice as many, issuing takes longer
 LONG_ROW = 2**17  # bytes: a second loop over such a row finds nothing of it in a cache
@@ -107,7 +107,9 @@ def kernel_of(facts: dict[str, Any], folder: Path, *, count: bool) -> Kernel:
         if gigabytes is None:  # not of inductor: its integers are no sizes of dimensions
             elements = max((math.prod(shape) for shape, _ in facts["tensors"]), default=0)
         if facts["name"] == ADAMW:  # its tensors are a table of pointers, and a row for each of its programs
-            facts["bytes"] = facts["tensors"][1][0][0] * ADAMW_BYTES
+            from titanlike.optim.fused_adamw import SIZE  # imports triton
+
+            facts["bytes"] = facts["tensors"][1][0][0] * SIZE * 7 * 4  # reads four float32 numbers and writes three
         if count and "foreach" not in facts["name"]:  # each program of these has one branch of many
             facts["issued"] = _issued(binaries, elements, facts["bytes"])
     return Kernel(**facts)
