@@ -38,7 +38,7 @@ def test_a_profile_of_two_ranks_beside_a_plan(tmp_path: Path) -> None:
     for text in ("exposed shard", "rank 0", "rank 1", "plan", "resident at the peak", "ui.perfetto.dev"):
         assert text in output
     code, _, errors = profile(tmp_path, recipe, *SMALL, "--out", "found", PYTHONPATH=str(ROOT))
-    assert (code, errors) == (2, "error: found exists; give another --out\n")
+    assert (code, errors) == (2, "error: found exists; choose another name, or remove it\n")
 
 
 def test_mistakes_are_told_without_a_run(tmp_path: Path) -> None:
