@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
+from benchmarks.published_gpu import RUNS
 
 # With torch 2.11, as on the measured GPU, torchtitan 0.3.0 cannot be imported.
 PEERS = "plain,titanlike,torchtitan_0_2,litgpt,nanochat"
@@ -79,6 +80,7 @@ PARTS = {
     "8b_bfloat16": compare("llama3_8b_8layers", "bfloat16", PEERS, more="--once"),
     "8b_float8": compare("llama3_8b_8layers", "float8", "titanlike,torchtitan_0_2,nanochat", more="--once"),
     "1b_shipped": compare("llama3_1b", "bfloat16", "titanlike,torchtitan_0_2,litgpt,hf", "shipped"),
+    **{name: Part(f"benchmarks.published_gpu {name}", f"benchmarks.published_gpu {name} --rehearse") for name in RUNS},
 }  # fmt: skip
 FIRST_HOUR = ("tests", "tests_whole_gpu", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16")
 

@@ -11,7 +11,7 @@ from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen.config import Qwen3Config
+from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.program import Program, load_program
@@ -24,6 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 3 405B": dict(size="3.1-405B"),
     "Llama 3 13B": dict(dim=5120, num_layers=40, num_heads=40, ffn_dim=17920, **LLAMA3),
     "Llama 3 70B, 12 blocks": dict(dim=8192, num_layers=12, num_heads=64, ffn_dim=28672, **LLAMA3),
+    "Qwen2.5 1.5B": dict(config=Qwen2Config, size="2.5-1.5B"),
+    "Qwen2.5 7B": dict(config=Qwen2Config, size="2.5-7B"),
     "Qwen3 4B": dict(config=Qwen3Config, size="4B"),
     "Qwen3 32B": dict(config=Qwen3Config, size="32B"),
     "Qwen3 30B-A3B": dict(config=Qwen3MoeConfig, size="30B-A3B"),

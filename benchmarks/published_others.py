@@ -26,6 +26,8 @@ KEMPNER_MIXTURE = replace(KEMPNER, load_variation=1.0, padded_experts=True)
 # micro-batch run beside the computation of another, which hid a third of them in a profile of a later version.
 MEGATRON_MIXTURE = replace(MEGATRON, load_variation=0.0)
 MEGATRON_DEEPEP = replace(MEGATRON_MIXTURE, ranks_per_token=5.25, hidden_exchange=0.35)
+# C++ and CUDA of its own; attention of cuDNN.
+LLMQ = Program(attention="fused", cast_share=0.5)
 # Megatron with all overlap switched off.
 SIMUMAX = replace(MEGATRON, async_tensor_share=0.0, overlaps=False)
 
@@ -221,6 +223,23 @@ def _gb200() -> Iterator[Row]:
     )
 
 
+def _llmq() -> Iterator[Row]:
+    """LLMQ, README.md: weights, moments and residuals in bfloat16."""
+    common: dict[str, Any] = dict(
+        table="LLMQ", hardware="h100", gpus=1, seq_len=1024, checkpoint="none", master_dtype="bfloat16", program=LLMQ,
+        skip_small=False, all_gather=False, listed=False, note=OWN_KERNELS,
+    )  # fmt: skip
+    for model, batch, microbatches, speed, float8_speed, error, float8_error in (
+        ("Qwen2.5 1.5B", 16, 32, 58875, 73051, -0.14, -0.14), ("Qwen2.5 7B", 4, 64, 13863, 19194, -0.15, -0.20),
+    ):  # fmt: skip
+        common |= dict(model=model, batch=batch, microbatches=microbatches)
+        yield Row(**common, tokens_per_second=speed, first_error=error)
+        yield Row(**common, tokens_per_second=float8_speed, float8="tensorwise", first_error=float8_error)
+
+
+OWN_KERNELS = "C++ and CUDA, no kernel of torch; the 7B in float8 recomputes norms and SwiGLU"
+
+
 ROWS = [
-    *_kempner(), *_prime_rl(), *_torchtitan_qwen3(), *_automodel(), *_simumax(), *_bridge(), *_gb200(),
+    *_kempner(), *_prime_rl(), *_torchtitan_qwen3(), *_automodel(), *_simumax(), *_bridge(), *_gb200(), *_llmq(),
 ]  # fmt: skip

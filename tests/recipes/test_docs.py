@@ -25,6 +25,7 @@ from benchmarks import (
     migration,
     optimizers,
     planner_validation,
+    published_gpu,
     quality_results,
     real_model,
     save_stall,
@@ -163,6 +164,7 @@ SHOWN: list[tuple[str, str, Text]] = [
     ("docs/sweeps.md", "benchmarks/results/sweep_cpu.json", lambda measured: f"```\n{sweep_table(measured['results'])}\n```"),
     ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
     ("docs/null_gpu.md", "benchmarks/results/ledger.json", ledger.table),
+    ("docs/speed.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
     *(
         (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
         for page, name, text in (
@@ -190,6 +192,11 @@ def test_a_page_shows_what_was_measured(page: str, measurement: str, text: Text)
         assert command.endswith(f"--out {measurement}")
         # docs/speed.md refers to the files for the commands of its tables, and docs/planning.md to docs/planner_validation.md.
         assert command in words or "/cpu_" in measurement or page == "docs/planning.md"
+
+
+def test_the_plans_of_published_runs_are_those_of_today() -> None:
+    recorded = json.loads((ROOT / "benchmarks/results/published_gpu.json").read_text())["runs"]
+    assert recorded == published_gpu.plans(), "record them again (benchmarks/published_gpu.py)"
 
 
 def test_all_cases_are_measured() -> None:

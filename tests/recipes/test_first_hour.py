@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.published_gpu import RUNS
 
 ROOT = Path(__file__).parents[2]
 OURS = ("plain.", "titanlike.")  # rows that need no other project
@@ -25,8 +26,8 @@ def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("tests", "ladder_8b"), id="some", marks=pytest.mark.slow),
-        pytest.param(("first-hour",), id="all", marks=pytest.mark.every),
+        pytest.param(("tests", "ladder_8b", "8b_float8_full_depth"), id="some", marks=pytest.mark.slow),
+        pytest.param(("first-hour", *RUNS), id="all", marks=pytest.mark.every),
     ],
 )
 def test_the_first_hour_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from titanlike.losses.cross_entropy import cross_entropy_inplace
 pytest.importorskip("triton", reason="needs a torch with Triton")
 
 
-def ptx(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+def ptx(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:
     """Returns the code of a kernel for an H100."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -24,23 +24,23 @@ def ptx(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: in
     signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, places)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.parametrize("aligned", [False, True])
 def test_adamw_loads_16_bytes_where_it_can(aligned: bool) -> None:
-    from titanlike.optim.fused_adamw import DTYPES, SIZE, WARPS, _update
+    from titanlike.optim.fused_adamw import DTYPES, OPTIONS, SIZE, _update
 
     types = {"pointers": "*i64", "chunks": "*i32", "factor": "*fp32"}
     constants = {"DTYPE": DTYPES[torch.float32], "ALIGNED": aligned, "SIZE": SIZE}
-    assert ("ld.global.v4" in ptx(_update, types, constants, WARPS)) == aligned
+    assert ("ld.global.v4" in ptx(_update, types, constants, OPTIONS)) == aligned
 
 
 def test_cross_entropy_compiles_for_a_gpu() -> None:
-    from titanlike.losses.fused_cross_entropy import LANES, WARPS, WIDTH, _rows
+    from titanlike.losses.fused_cross_entropy import LANES, OPTIONS, WIDTH, _rows
 
     types = {"logits": "*bf16", "labels": "*i64"} | dict.fromkeys(("scales", "losses", "z_losses"), "*fp32")
-    code = ptx(_rows, types, {"SIZE": 128256, "SCALES": 0, "LANES": LANES, "WIDTH": WIDTH}, WARPS)
+    code = ptx(_rows, types, {"SIZE": 128256, "SCALES": 0, "LANES": LANES, "WIDTH": WIDTH}, OPTIONS)
     assert "ex2.approx" in code
 
 

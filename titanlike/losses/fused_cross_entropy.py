@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 LANES, WIDTH = 1024, 8  # of a program: threads, and logits that a thread loads at once
-WARPS = LANES // 32
+OPTIONS = {"num_warps": LANES // 32, "enable_fp_fusion": True}
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction
 
 
@@ -74,6 +74,6 @@ def cross_entropy_inplace(
     losses, z_losses = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
     _rows[(len(logits),)](
         logits, labels, scale, losses, z_losses, z_loss or 0.0, SIZE=logits.shape[1],
-        SCALES=None if scale is None else scale.stride(0), LANES=LANES, WIDTH=WIDTH, num_warps=WARPS,
+        SCALES=None if scale is None else scale.stride(0), LANES=LANES, WIDTH=WIDTH, **OPTIONS,
     )  # fmt: skip
     return losses.sum(), None if z_loss is None else z_losses.sum()

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 SIZE = 4096  # elements of a program
-WARPS = 8
+# Triton 3.10 will not contract `a * b + c` by default.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNMENT = 16  # bytes, and elements: loads of several elements
 
@@ -92,5 +93,5 @@ def update(
         chunks = _chunks(tuple(row[-1] for row in rows), device)
         _update[(len(chunks),)](
             table, chunks, factor, lr, 1.0 - lr * weight_decay, 1.0 - beta1**number, math.sqrt(1.0 - beta2**number),
-            beta1, beta2, eps, DTYPE=DTYPES[dtype], ALIGNED=aligned, SIZE=SIZE, num_warps=WARPS,
+            beta1, beta2, eps, DTYPE=DTYPES[dtype], ALIGNED=aligned, SIZE=SIZE, **OPTIONS,
         )  # fmt: skip
