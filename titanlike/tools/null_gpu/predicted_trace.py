@@ -9,6 +9,8 @@ from titanlike.tools.null_gpu.kernels import Kernel, class_of
 from titanlike.tools.null_gpu.ledger import Ledger
 from titanlike.tools.null_gpu.rates import Rates, product_of
 
+STEPS = 1024  # of times, in a microsecond
+
 
 def write(path: Path, ledger: Ledger, rates: Rates) -> None:
     """Writes the kernels of a step, each stream as a thread."""
@@ -35,15 +37,9 @@ def write(path: Path, ledger: Ledger, rates: Rates) -> None:
 
 
 def _event(category: str, name: str, stream: int, start: float, end: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 0,
-        "tid": stream,
-        "ts": 1e6 * start,
-        "dur": 1e6 * (end - start),
-    }
+    # In steps that a float holds exactly: otherwise a kernel ends after the next one starts, and is drawn as if it contained it.
+    first, last = (round(1e6 * seconds * STEPS) / STEPS for seconds in (start, end))
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": first, "dur": last - first}
 
 
 def _name(kernel: Kernel) -> str:

@@ -230,6 +230,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
     *status = stream_of(handle)->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
+CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {
+    return (CUresult)cudaStreamIsCapturing(handle, (enum cudaStreamCaptureStatus *)status);
+}
 cudaError_t cudaStreamGetCaptureInfo(
     cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
     const cudaGraphEdgeData **data, size_t *count
