@@ -66,9 +66,20 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
 }  # fmt: skip
 
 
+def fake_tensors_add_products() -> bool:
+    try:
+        with FakeTensorMode():
+            torch.addmm(tensor(2, 2, dtype=FULL), tensor(2, 2), tensor(2, 2), out_dtype=FULL)
+    except TypeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_products_in_bfloat16_are_summed_in_float32_by_one_kernel(name: str) -> None:
     call, expected = CALLS[name]
+    if expected.get("addmm") and not fake_tensors_add_products():
+        pytest.skip("fake tensors of this torch have no addmm with a dtype")
     with FakeTensorMode(), Operations() as operations:
         call()
     assert {operator: operations.counts[operator] for operator in expected} == expected

@@ -18,9 +18,9 @@ from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
 from titanlike.losses import IGNORE, chunked, cross_entropy
-from titanlike.losses.chunked import compiled
+from titanlike.losses.chunked import Logits, compiled
 from titanlike.losses.cross_entropy import CrossEntropy, cross_entropy_inplace
-from titanlike.losses.own import check_loss
+from titanlike.losses.own import OwnLoss, check_loss
 from titanlike.models.common.layers import LMHead, TiedLMHead
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.registry import build_model
@@ -99,12 +99,15 @@ def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:
     def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=0.1)
 
-    compiled_loss = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    for token_loss in (None, own_loss):
+    for loss in (CrossEntropy(chunk=chunk), OwnLoss(own_loss, chunk=chunk)):
         x, weight, labels = inputs()
+
+        def loss_of(x: Tensor, weight: Tensor, labels: Tensor, loss: CrossEntropy = loss) -> Tensor:
+            return loss(Logits(x, weight), labels)
+
+        traced = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
         expected, found = (
-            torch.autograd.grad(function(x, weight, labels, chunk=chunk, function=token_loss), (x, weight))
-            for function in (linear_cross_entropy, compiled_loss)
+            torch.autograd.grad(function(x, weight, labels), (x, weight)) for function in (loss_of, traced)
         )
         torch.testing.assert_close(found, expected)
 

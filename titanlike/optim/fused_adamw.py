@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 SIZE = 4096  # elements of a program
-# Triton 3.10 will not contract `a * b + c` by default.
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # Triton 3.10 will not contract `a * b + c` by default
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNMENT = 16  # bytes, and elements: loads of several elements
 

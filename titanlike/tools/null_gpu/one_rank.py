@@ -48,7 +48,6 @@ def _change(module: Any) -> None:
         from torch.distributed import HashStore
 
         _use_shapes_of_stages()
-        # Without a device, as its communicator would be split, for which NCCL asks all ranks.
         options = {"store": HashStore(), "rank": 0, "world_size": int(os.environ["NULL_GPU_RANKS"])}
         init_process_group(_without_gloo(backend), timeout=timeout, **options)
 
@@ -56,6 +55,7 @@ def _change(module: Any) -> None:
         return new_group(*arguments, backend=_without_gloo(backend), **options)
 
     module.init_process_group, module.new_group = init, create
+    module._get_split_source = lambda *_: None  # a communicator is not split: NCCL would ask all ranks
 
 
 def _without_gloo(backend: str | None) -> str | None:
