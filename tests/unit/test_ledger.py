@@ -113,18 +113,18 @@ def rates() -> Rates:
 def test_times_are_those_that_an_h200_measured(rates: Rates) -> None:
     products = [((16384, 8192), (8192, 2048)), ((16384, 2048), (2048, 8192)), ((8192, 16384), (16384, 2048))]
     seconds = sum(rates.seconds(kernel("mm", *((shape, BF16) for shape in shapes))) for shapes in products)
-    assert seconds == pytest.approx(1.005 * 6 * 16384 * 8192 * 2048 / 726.7e12, rel=1e-6)
+    assert seconds == pytest.approx(6 * 16384 * 8192 * 2048 / 726.7e12, rel=1e-6)
     forward, backward = (f"_scaled_dot_product_cudnn_attention{name}" for name in ("", "_backward"))
     q, k = ((2, 32, 8192, 64), BF16), ((2, 8, 8192, 64), BF16)
     seconds = rates.seconds(kernel(forward, q, k)) + rates.seconds(kernel(backward, q, q, k))
-    assert seconds == pytest.approx(1.005 * 2 * 0.0089 / 4, rel=0.01)
-    copy = kernel("copy_", size=31 * 10**8)
+    assert seconds == pytest.approx(2 * 0.0089 / 4, rel=0.01)
+    copy = kernel("copy_", size=295 * 10**7)
     assert rates.seconds(copy) == pytest.approx(1e-3)
-    assert rates.seconds(replace(copy, issued=132 * 4 * 1.6e9 * 2e-3)) == pytest.approx(3e-3)
+    assert rates.seconds(replace(copy, issued=132 * 4 * 1.6e9 * 2e-3)) == pytest.approx(3.2e-3)
 
 
 @pytest.mark.parametrize("row", STORED, ids=lambda row: f"{row['file']}-{row['row']}")
-def test_predictions_are_within_two_percent_of_the_h200(row: dict[str, Any], rates: Rates) -> None:
+def test_predictions_are_within_one_percent_of_the_h200(row: dict[str, Any], rates: Rates) -> None:
     """To which the constants are fitted: this shows that the arithmetic stays the same."""
     measured = json.loads((RESULTS / f"gpu/{row['file']}.json").read_text())
     seconds = 0.0
@@ -133,7 +133,7 @@ def test_predictions_are_within_two_percent_of_the_h200(row: dict[str, Any], rat
     for name, _, size, issued in row["others"]:  # sums of a class, of kernels that bytes or instructions bound
         seconds += rates.seconds(kernel(name, size=size, issued=issued))
     expected = measured["tokens_per_step"] / measured["rows"][row["row"]]["tokens_per_second"]
-    assert seconds == pytest.approx(expected, rel=0.02)
+    assert seconds == pytest.approx(expected, rel=0.01)
 
 
 def test_other_gpus_take_longer_by_their_figures(rates: Rates) -> None:
@@ -143,7 +143,7 @@ def test_other_gpus_take_longer_by_their_figures(rates: Rates) -> None:
 
 
 def test_a_stream_waits_for_the_events_of_another(rates: Rates) -> None:
-    copies = [kernel("copy_", size=size * 31 * 10**8) for size in (1, 2, 3)]  # of so many milliseconds
+    copies = [kernel("copy_", size=size * 295 * 10**7) for size in (1, 2, 3)]  # of so many milliseconds
     compute, other = 0, 7
     calls = [
         Call("run", 0, compute), Call("record", 5, compute), Call("wait", 5, other), Call("run", 2, other),
@@ -154,7 +154,7 @@ def test_a_stream_waits_for_the_events_of_another(rates: Rates) -> None:
 
 
 def test_a_predicted_trace_has_the_parts_of_a_profile(rates: Rates, tmp_path: Path) -> None:
-    milliseconds = 31 * 10**8  # of a copy
+    milliseconds = 295 * 10**7  # of a copy
     weights = Kernel(
         "collective", "_allgather_base_", ((X, BF16),), 2 * 10**9, collective="all-gather", group=("shard", 8)
     )

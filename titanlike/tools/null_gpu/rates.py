@@ -20,9 +20,8 @@ from titanlike.tools.planning.operators import Counts
 from titanlike.tools.planning.workload import Matmul
 from titanlike.tools.trace import AXES
 
-MATMUL_FACTOR = 1.005  # a step's matmuls and attention beside the same ones alone
-MEMORY_FRACTION = 3.1 / 4.8  # of the data sheet's bandwidth
-ISSUE_FACTOR = 1.5
+MEMORY_FRACTION = 2.95 / 4.8  # of the data sheet's bandwidth
+ISSUE_FACTOR = 1.6
 CLOCK_FRACTION = 1.6 / 1.98  # of the highest clock, under load
 SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp per clock
 
@@ -87,9 +86,9 @@ class Rates:
         if kernel.kind == "collective":
             return self._collective(kernel)
         if kernel.is_matmul:
-            return MATMUL_FACTOR * self._matmul(product_of(kernel))
+            return self._matmul(product_of(kernel))
         if kernel.is_attention:
-            return MATMUL_FACTOR * self._attention(kernel)
+            return self._attention(kernel)
         return max(kernel.bytes / self.bytes_per_second, kernel.issued / self.instructions_per_second)
 
     def _matmul(self, matmul: Matmul) -> float:
