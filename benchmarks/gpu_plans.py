@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_plans
 
-Prints a table. The plan of a torchtitan row is that of its program file, which was written from these rows. No other figure of the
-planner is fitted to them.
+Prints a table, with the prediction from the kernels of a step. The plan of a torchtitan row is that of its program file, which was
+written from these rows. No other figure of the planner is fitted to them; the two constants of the prediction from kernels are.
 """
 
 import json
@@ -19,6 +19,8 @@ from benchmarks.models import MODELS
 from benchmarks.run import parse_arguments
 from benchmarks.subjects import titanlike
 from titanlike.hardware.files import file_of_device
+from titanlike.tools.null_gpu.kernels import Kernel
+from titanlike.tools.null_gpu.rates import Rates
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
@@ -26,6 +28,7 @@ from titanlike.tools.planning.program import load_program
 from titanlike.tools.programs import load_known
 
 FOLDER = Path(__file__).parent / "results/gpu"
+STORED = FOLDER.parent / "ledger_h200.json"
 PROGRAMS = {
     "titanlike": (),
     "torchtitan_0_2": ("torchtitan",),
@@ -38,6 +41,7 @@ class Compared(NamedTuple):
     name: str
     measured: Mapping[str, Any]
     plan: Plan
+    of_ledger: float | None  # tokens per second
 
     @property
     def speed_error(self) -> float:
@@ -48,6 +52,21 @@ class Compared(NamedTuple):
     def memory_error(self) -> float:
         """Relative error of the planned peak of allocated memory."""
         return self.plan.allocated / 2**30 / self.measured["peak_memory_gib"] - 1.0
+
+
+def ledger_seconds(job: Job) -> dict[tuple[str, str], float]:
+    """Returns the predicted time of a step for each row whose kernels are stored, by file and row. They were recorded with the
+    version of PyTorch and of this project that was measured."""
+    rates, found = Rates(job, load_hardware("h200"), "h200"), {}
+    for row in json.loads(STORED.read_text())["rows"]:
+        kernels = [
+            (calls, Kernel("operator", name, tuple((tuple(shape), dtype) for shape, dtype in tensors), 0))
+            for calls, name, tensors in row["products"]
+        ]
+        # Sums of a class, of kernels that bytes or instructions bound.
+        kernels += [(1, Kernel("operator", name, (), size, issued=issued)) for name, _, size, issued in row["others"]]
+        found[row["file"], row["row"]] = sum(calls * rates.seconds(kernel) for calls, kernel in kernels)
+    return found
 
 
 def compared(paths: Iterable[Path]) -> Iterator[Compared]:
@@ -72,7 +91,11 @@ def compared(paths: Iterable[Path]) -> Iterator[Compared]:
             job = Job(recipe, 1, *map(load_program, PROGRAMS[subject]))
             name = f"{result['model']}, {result['precision']}, {row}"
             name += "".join(f", {key} = {value}" for key, value in task.options.items())
-            yield Compared(name, measured, make_plan(job, load_hardware(file_of_device(measured["device"]))))
+            seconds = ledger_seconds(job).get((path.stem, row))
+            yield Compared(
+                name, measured, make_plan(job, load_hardware(file_of_device(measured["device"]))),
+                result["tokens_per_step"] / seconds if seconds else None,
+            )  # fmt: skip
 
 
 def table(rows: Iterable[Compared]) -> str:
@@ -83,9 +106,10 @@ def table(rows: Iterable[Compared]) -> str:
         low, high = (plan.tokens_per_second * share for share in (plan.range.low, plan.range.high))
         speed = (f"{measured['tokens_per_second']:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{row.speed_error:+.1%}")
         memory = (f"{measured['peak_memory_gib']:.2f}", f"{plan.allocated / 2**30:.2f}", f"{row.memory_error:+.1%}")
-        cells.append((row.name, *speed, f"{low:,.0f} to {high:,.0f}", *memory))
+        error = row.of_ledger and row.of_ledger / measured["tokens_per_second"] - 1.0
+        cells.append((row.name, *speed, f"{low:,.0f} to {high:,.0f}", f"{error:+.1%}" if error else "-", *memory))
     heads = (
-        "row", "tokens/s", "planned", "difference", "range of the plan", "allocated GiB", "planned GiB", "difference",
+        "row", "tokens/s", "planned", "difference", "range of the plan", "ledger", "allocated GiB", "planned GiB", "difference",
     )  # fmt: skip
     return table_of(heads, cells)
 

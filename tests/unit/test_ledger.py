@@ -5,10 +5,10 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.gpu_plans import FOLDER, ledger_seconds
 from titanlike.config.shipped import recipe_path
 from titanlike.tools.null_gpu import predicted_trace
 from titanlike.tools.null_gpu.instructions import Binary
@@ -20,9 +20,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.programs import load_known
 from titanlike.tools.trace import read_profile
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-# Kernels of the rows that an H200 measured, recorded with their version of PyTorch and of this project.
-STORED = json.loads((RESULTS / "ledger_h200.json").read_text())["rows"]
 # Of Llama 3.2 1B: the embedding and LM head, w1 and w2, wq and wo, wk and wv, the norms.
 PARAMETERS = Parameters(128256, [2048, 512 * 2048, 2048 * 2048, 8192 * 2048, 128256 * 2048], [128256 * 2048])
 F32, BF16, F8 = "float32", "bfloat16", "float8_e4m3fn"
@@ -123,17 +120,14 @@ def test_times_are_those_that_an_h200_measured(rates: Rates) -> None:
     assert rates.seconds(replace(copy, issued=132 * 4 * 1.6e9 * 2e-3)) == pytest.approx(3.2e-3)
 
 
-@pytest.mark.parametrize("row", STORED, ids=lambda row: f"{row['file']}-{row['row']}")
-def test_predictions_are_within_one_percent_of_the_h200(row: dict[str, Any], rates: Rates) -> None:
-    """To which the constants are fitted: this shows that the arithmetic stays the same."""
-    measured = json.loads((RESULTS / f"gpu/{row['file']}.json").read_text())
-    seconds = 0.0
-    for calls, name, tensors in row["products"]:
-        seconds += calls * rates.seconds(kernel(name, *((tuple(shape), dtype) for shape, dtype in tensors)))
-    for name, _, size, issued in row["others"]:  # sums of a class, of kernels that bytes or instructions bound
-        seconds += rates.seconds(kernel(name, size=size, issued=issued))
-    expected = measured["tokens_per_step"] / measured["rows"][row["row"]]["tokens_per_second"]
-    assert seconds == pytest.approx(expected, rel=0.01)
+def test_predictions_are_within_one_percent_of_the_h200(rates: Rates) -> None:
+    """To which the constants are fitted, but for the last one: this shows that the arithmetic stays the same."""
+    seconds = ledger_seconds(rates.job)
+    assert len(seconds) == 11
+    for (file, row), found in seconds.items():
+        measured = json.loads((FOLDER / f"{file}.json").read_text())
+        expected = measured["tokens_per_step"] / measured["rows"][row]["tokens_per_second"]
+        assert found == pytest.approx(expected, rel=0.03 if file == "1b_flash" else 0.01), (file, row)
 
 
 def test_other_gpus_take_longer_by_their_figures(rates: Rates) -> None:
