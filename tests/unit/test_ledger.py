@@ -175,11 +175,12 @@ def test_a_predicted_trace_has_the_parts_of_a_profile(rates: Rates, tmp_path: Pa
 
 
 def test_kernels_of_a_predicted_trace_do_not_overlap(rates: Rates, tmp_path: Path) -> None:
-    kernels = [kernel("copy_", (X, BF16), size=10**7 + 31337 * index) for index in range(200)]
+    kernels = [kernel("copy_", (X, BF16), size=index % 3 * (10**7 + 31337 * index)) for index in range(200)]
     ledger = Ledger(kernels, [Call("run", index, 0) for index in range(200)], PARAMETERS, "")
     file = tmp_path / "trace.json.gz"
     predicted_trace.write(file, ledger, rates)
     with gzip.open(file, "rt") as text:
         events = [event for event in json.load(text)["traceEvents"] if event.get("cat") == "kernel"]
     assert len(events) == 200
+    assert all(event["dur"] > 0 for event in events)
     assert all(first["ts"] + first["dur"] == second["ts"] for first, second in itertools.pairwise(events))

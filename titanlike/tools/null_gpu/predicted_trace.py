@@ -9,15 +9,21 @@ from titanlike.tools.null_gpu.kernels import Kernel, class_of
 from titanlike.tools.null_gpu.ledger import Ledger
 from titanlike.tools.null_gpu.rates import Rates, product_of
 
-STEPS = 1024  # of times, in a microsecond
+# Of times, in a microsecond: a float holds them and their sums exactly. A viewer draws a kernel that ends after the next one
+# starts, or that takes no time, as if it contained what follows.
+STEPS = 1024
 
 
 def write(path: Path, ledger: Ledger, rates: Rates) -> None:
     """Writes the kernels of a step, each stream as a thread."""
     spans = ledger.timeline(rates)
-    events = [_event("user_annotation", "step 1", 0, 0.0, max(span.end for span in spans))]
+    events = []
     names: dict[int, str] = {}
-    for kernel, stream, start, end in spans:
+    ends: dict[int, int] = {}  # of the last kernel of a stream
+    for kernel, stream, *times in spans:
+        start, end = (round(1e6 * STEPS * seconds) for seconds in times)
+        start = max(start, ends.get(stream, 0))
+        end = ends[stream] = max(end, start + 1)
         kind = class_of(kernel, ledger.parameters)
         names[stream] = f"collectives: {rates.axis(kernel)}" if kind == "collectives" else names.get(stream, "kernels")
         event = _event("kernel", _name(kernel), stream, start, end)
@@ -28,6 +34,7 @@ def write(path: Path, ledger: Ledger, rates: Rates) -> None:
         events.append(event)
         if kernel.optimizer:
             events.append(_event("gpu_user_annotation", "Optimizer.step", stream, start, end))
+    events.append(_event("user_annotation", "step 1", 0, 0, max(ends.values())))
     events += [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in names.items()
     ]
@@ -36,10 +43,9 @@ def write(path: Path, ledger: Ledger, rates: Rates) -> None:
         json.dump({"traceEvents": events}, file)
 
 
-def _event(category: str, name: str, stream: int, start: float, end: float) -> dict[str, Any]:
-    # In steps that a float holds exactly: otherwise a kernel ends after the next one starts, and is drawn as if it contained it.
-    first, last = (round(1e6 * seconds * STEPS) / STEPS for seconds in (start, end))
-    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": first, "dur": last - first}
+def _event(category: str, name: str, stream: int, start: int, end: int) -> dict[str, Any]:
+    times = {"ts": start / STEPS, "dur": (end - start) / STEPS}
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, **times}
 
 
 def _name(kernel: Kernel) -> str:
