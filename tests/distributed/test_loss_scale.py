@@ -1,5 +1,6 @@
 """float16 with a loss scale: it changes no gradient, and all layouts skip the same steps."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,15 +9,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
 from tests.launching import recorded
 from tests.pool import Ranks
 from tests.training import LLAMA, QWEN3_MOE, build, result, tiny, train, train_on_rank, world_size
 from titanlike.data.batches.loader import Batch
+from titanlike.losses import chunked, cross_entropy
 from titanlike.optim.non_finite import LossScale
+from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, _Linear
 from titanlike.recipe import PretrainRecipe
+from titanlike.run import loop
 from titanlike.run.loop import forward_backward
+from titanlike.utils import weight_gradients
 from titanlike.utils.dtensor import local_tensor
 
 FOUR = replace(LLAMA, num_layers=4)
@@ -53,6 +59,58 @@ def test_gradients_do_not_depend_on_the_loss_scale(ranks: Ranks, tmp_path: Path,
     training = dict(z_loss=1e-2, loss_chunk=20)
     recipe = tiny(tmp_path, "run", training=training, **sections)
     assert ranks(world_size(recipe)).run(_scaled_gradients_differ, recipe) == [[]] * world_size(recipe)
+
+
+def _as_on_a_gpu(recipe: PretrainRecipe) -> tuple[list[dict[str, Tensor]], int]:
+    """Returns gradients that autograd adds, and those that are added where they are computed; and the number of these additions.
+    Linear layers and the loss are those of a GPU, on a CPU."""
+    model, mesh = build(recipe)
+    tokens = torch.randint(recipe.model.vocab_size, (6, 32), generator=torch.Generator().manual_seed(0))
+    inputs = [{"tokens": each, "position_ids": torch.arange(32).expand(2, -1)} for each in tokens.split(2)]
+    batches = [Batch(each, each["tokens"]) for each in inputs]
+    added: list[Tensor] = []
+
+    def take(weight: Tensor) -> Tensor | None:
+        total = weight_gradients.take(weight)
+        return total if total is None else added.append(total) or total
+
+    def forward(layer: Any, x: Tensor) -> Any:
+        return _Linear.apply(x, layer.weight, layer.bias, layer.compute_dtype)
+
+    found = []
+    with (
+        patch.object(MixedPrecisionLinear, "forward", forward),
+        patch.object(cross_entropy, "factor_of", lambda _: chunked._factor),
+        patch.object(chunked, "take", take),
+    ):
+        for in_place in (False, True):
+            disabled = nullcontext() if in_place else patch.object(loop, "accumulate_in_place", nullcontext)
+            model.zero_grad(set_to_none=True)
+            with disabled:
+                forward_backward(model, batches, torch.tensor(tokens.numel()), mesh)
+            found.append(
+                {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+    return found, len(added)
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_added"),
+    [
+        pytest.param(dict(parallelism=dict(shard=1), model=replace(LLAMA, tied_head=True)), 2, id="tied head"),
+        pytest.param(dict(parallelism=dict(shard=1), model=QWEN3_MOE), 2, id="MoE, balance loss"),
+        pytest.param(dict(parallelism=dict(shard=2), training=dict(compute_dtype="float32")), 0, id="FSDP"),
+    ],
+)
+def test_gradients_that_are_added_where_they_are_computed(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, Any], num_added: int
+) -> None:
+    recipe = tiny(tmp_path, "run", **{"training": dict(compute_dtype="bfloat16")} | sections)
+    for (expected, gradients), added in ranks(world_size(recipe)).run(_as_on_a_gpu, recipe):
+        assert added == num_added  # in the second and third micro-batch
+        assert gradients.keys() == expected.keys()
+        for name, value in gradients.items():
+            assert (value - expected[name]).norm() < 5e-3 * expected[name].norm(), name
 
 
 def _train_from(initial: float, recipe: PretrainRecipe) -> None:

@@ -25,6 +25,7 @@ from titanlike.models.common.layers import LMHead, TiedLMHead
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
+from titanlike.utils.weight_gradients import accumulate_in_place
 
 TOKENS, DIM, VOCAB = 24, 16, 40
 
@@ -244,13 +245,16 @@ def test_in_bfloat16_the_scale_is_not_rounded(scale: float) -> None:
     assert (scaled * once).sum() / once.square().sum() == pytest.approx(scale, rel=3e-4)
 
 
-@pytest.mark.parametrize("auxiliary", [None, (1, 0.3)])
-@pytest.mark.parametrize("starts_from_factor", [True, False])
-def test_gradients_with_a_factor_are_those_without(
-    starts_from_factor: bool, auxiliary: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def factor_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the pass over the logits multiplies by what the backward pass starts from."""
     monkeypatch.setattr(cross_entropy, "factor_of", lambda logits: chunked._factor)
+
+
+@pytest.mark.usefixtures("factor_on_cpu")
+@pytest.mark.parametrize("auxiliary", [None, (1, 0.3)])
+@pytest.mark.parametrize("starts_from_factor", [True, False])
+def test_gradients_with_a_factor_are_those_without(starts_from_factor: bool, auxiliary: Any) -> None:
     factor = torch.tensor(1 / 3000)
     found = []
     for context in (nullcontext(), chunked.gradient_factor(factor)):
@@ -264,6 +268,63 @@ def test_gradients_with_a_factor_are_those_without(
     assert operations.counts["mul"] == (0 if starts_from_factor else 2)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def accumulated(in_place: bool, scales: Any = (1.0, 1.0, 1.0), unused: int | None = None, hook: Any = None) -> Any:
+    """Accumulates gradients over three micro-batches, as the loop does. Returns them, the addresses of that of the weight, and the
+    dtypes of new tensors of its size in the last micro-batch.
+
+    Args:
+        scales: the objective of each micro-batch returns its loss times this number, if that is not 1.
+        unused: the micro-batch whose objective computes another loss, which it does not return.
+        hook: of the weight.
+    """
+    factor, (_, weight, _) = torch.tensor(1 / 3000), inputs()
+    if hook is not None:
+        weight.register_hook(hook)
+    found, addresses = [], []
+    with chunked.gradient_factor(factor):
+        for index, scale in enumerate(scales):
+            x, _, labels = inputs()
+            with TensorsOfSize(VOCAB * DIM) as made:
+                if index == unused:
+                    linear_cross_entropy(x, weight, labels, chunk=7)
+                loss = linear_cross_entropy(x, weight, labels.roll(index, -1), chunk=7)
+                with accumulate_in_place(in_place):
+                    (loss if scale == 1.0 else loss * scale).backward(factor)
+            found.append(x.grad)
+            addresses.append(0 if weight.grad is None else weight.grad.data_ptr())
+    return [*found, weight.grad], addresses, made.dtypes
+
+
+@pytest.mark.usefixtures("factor_on_cpu")
+def test_the_head_adds_to_the_gradient_of_the_micro_batches_before() -> None:
+    (expected, _, others), (found, addresses, made) = (accumulated(in_place) for in_place in (False, True))
+    torch.testing.assert_close(found, expected)
+    assert len(set(addresses)) == 1 and others == [torch.float32] and made == []
+
+
+@pytest.mark.usefixtures("factor_on_cpu")
+@pytest.mark.parametrize(
+    "options", [dict(scales=(0.5, 0.5, 2.0)), dict(unused=0), dict(hook=lambda gradient: 2.0 * gradient)],
+    ids=["scaled losses", "a loss that is not used", "a hook"],
+)  # fmt: skip
+def test_where_a_loss_does_not_start_from_the_factor_autograd_adds(options: Any) -> None:
+    (expected, _, others), (found, _, made) = (accumulated(in_place, **options) for in_place in (False, True))
+    torch.testing.assert_close(found, expected)
+    assert made == others != []
+
+
+@pytest.mark.usefixtures("factor_on_cpu")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(dict(unused=1), "no part of"), (dict(scales=(1.0, 0.5, 1.0)), "is scaled, unlike")],
+    ids=["not used", "scaled"],
+)
+def test_a_loss_that_was_added_to_the_gradient_has_to_be_that_of_the_backward_pass(options: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        accumulated(True, **options)
+    accumulated(False, **options)
 
 
 def test_in_bfloat16_many_chunks_are_as_exact_as_one() -> None:
@@ -283,6 +344,7 @@ def test_buffers_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, master: torch.dtype, chunk: int, expected: list[torch.dtype]
 ) -> None:
     """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
+    monkeypatch.setattr("titanlike.utils.weight_gradients.BLOCK_ROWS", 16)
     monkeypatch.setattr("titanlike.losses.chunked.BLOCK_ROWS", 16)
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
     head.loss = CrossEntropy(chunk=chunk)

@@ -3,24 +3,36 @@
 import copy
 import re
 from collections import Counter
-from typing import Any
+from functools import partial
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.training import GPT_, LLAMA, MIXTRAL
+from tests.training import GPT_, LLAMA, MIXTRAL, Operations
 from titanlike.config import UserError
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import apply_float8
 from titanlike.models.common.init import initialize
+from titanlike.models.common.layers import TiedLMHead
 from titanlike.models.common.lora import apply_lora
 from titanlike.models.families import all_configs
 from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, _Linear, apply_mixed_precision, cast_parameters
+from titanlike.parallelisms.mixed_precision import (
+    MixedPrecisionEmbedding,
+    MixedPrecisionLinear,
+    _Linear,
+    apply_mixed_precision,
+    cast_parameters,
+)
 from titanlike.parallelisms.pipeline import _stage_module
+from titanlike.utils import weight_gradients
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
+from titanlike.utils.weight_gradients import accumulate_in_place
 
 FLOAT8 = Float8(scaling="tensorwise", layers=("*",), emulate=True)
 
@@ -58,9 +70,9 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_weight_has_the_float32_product_as_its_gradient(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_has_the_float32_product_as_its_gradient(bias: bool) -> None:
     """As on a GPU, whose matmul writes float32. The plain layer rounds the gradients to the compute dtype first."""
-    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+    torch.manual_seed(1)
     x = torch.randn(2, 64, 8).bfloat16().requires_grad_()
     layer = MixedPrecisionLinear(8, 4, bias=bias)
     layer.compute_dtype = torch.bfloat16
@@ -76,6 +88,62 @@ def test_a_weight_has_the_float32_product_as_its_gradient(bias: bool, monkeypatc
     ):
         errors = [(each.double() - exact).norm() / exact.norm() for each in (one, other)]
         assert one.dtype == torch.float32 and errors[0] < 1e-6 < 1e-3 < errors[1]
+
+
+class Shared(nn.Module):
+    """Embeddings, of which the head uses one, and linear layers, of which one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = MixedPrecisionEmbedding(16, 8), MixedPrecisionEmbedding(12, 8)
+        self.tokens.compute_dtype = self.positions.compute_dtype = torch.bfloat16
+        self.once, self.hooked, self.twice = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.head = TiedLMHead(self.tokens)
+
+    def layers(self, x: Tensor) -> Tensor:
+        for layer in (self.twice, self.once, self.hooked, self.twice):
+            x = _Linear.apply(x, layer.weight, layer.bias, torch.bfloat16).tanh()
+        return x
+
+    def forward(self, ids: Tensor, run: Any) -> Tensor:
+        x = run(self.tokens(ids) + self.positions(torch.arange(12)))
+        return self.head(x, ids.roll(1, -1))
+
+
+@pytest.mark.parametrize(("how", "added"), [("eager", 4), ("compiled", 4), ("checkpointed", 0)])
+def test_gradients_of_micro_batches_are_added_where_they_are_computed(
+    how: str, added: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As autograd adds them, which does so for a weight with a hook, and one that checkpointing saves. `torch.autograd.grad`
+    changes none."""
+    ids = torch.randint(0, 16, (3, 2, 12), generator=torch.Generator().manual_seed(0))
+    add_product = MagicMock(side_effect=weight_gradients.add_product)
+    monkeypatch.setattr(weight_gradients, "add_product", add_product)
+    found: list[list[Tensor]] = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = Shared()
+        run: Any = (
+            torch.compile(model.layers, backend="aot_eager", fullgraph=True) if how == "compiled" else model.layers
+        )
+        if how == "checkpointed":
+            run = partial(checkpoint, run, use_reentrant=False)
+        seen: list[Tensor] = []
+        num_rows = 0
+        model.hooked.weight.register_hook(seen.append)
+        for each in ids:
+            before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            torch.autograd.grad(model(each, run), [*model.parameters()])
+            after = [p.grad for p in model.parameters()]
+            assert all(map(torch.equal, before, after)) if None not in before else before == after
+            loss = model(each, run)
+            with accumulate_in_place(in_place), Operations() as operations:
+                loss.backward()
+            num_rows += operations.counts["index_put_"]
+        assert add_product.call_count == (added if in_place else 0)
+        assert num_rows == (5 if in_place else 0)  # those of the tied weight also in the first micro-batch
+        found.append([*(cast(Tensor, p.grad) for p in model.parameters()), *seen])
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
 def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:

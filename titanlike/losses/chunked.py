@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.utils.compat import all_reduce
-
-BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
+from titanlike.utils.weight_gradients import BLOCK_ROWS, accumulate_in_place, add_product, can_accumulate, take
 
 
 @dataclass(frozen=True)
@@ -65,26 +64,40 @@ def slices(first: int, last: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 
-_factor: Tensor | None = None
+@dataclass(eq=False)
+class GradientFactor:
+    """The number that backward passes of losses start from, if no objective scales its loss."""
+
+    value: Tensor
+    num_forward: int = 0  # losses computed
+    num_backward: int = 0  # backward passes that have started from `value`, and made `weight.grad`
+    in_weight: bool = False  # a loss has added to `weight.grad`, and its backward pass is to come
+
+
+_factor: GradientFactor | None = None
 
 
 @contextmanager
-def gradient_factor(factor: Tensor) -> Iterator[None]:
+def gradient_factor(value: Tensor) -> Iterator[None]:
     """Lets losses in this context multiply their gradients by the number that the backward pass will start from, in a pass over
-    the logits that they make anyway: then none over the gradients of the hidden states and of the weight is left."""
+    the logits that they make anyway: then none over the gradients of the hidden states and of the weight is left. With backward
+    passes in `accumulate_in_place`, losses after the first one add the gradient of the weight to `weight.grad` at once."""
     global _factor
-    _factor = factor
+    factor = _factor = GradientFactor(value)
     try:
         yield
+        if factor.in_weight:
+            raise RuntimeError("a loss was computed with gradients, and is no part of what the objective returned")
     finally:
         _factor = None
 
 
-def factor_of(logits: Logits) -> Tensor | None:
+def factor_of(logits: Logits) -> GradientFactor | None:
     """Returns the `gradient_factor` that a loss of these logits multiplies by. In float16 it would underflow; and a CPU computes
     more than it moves."""
     x = logits.x
-    return None if _factor is None or not x.is_cuda or x.dtype == torch.float16 or logits.weight is None else _factor
+    is_used = x.is_cuda and x.dtype != torch.float16 and logits.weight is not None and not torch.compiler.is_compiling()
+    return _factor if is_used else None
 
 
 def chunked_loss(
@@ -94,7 +107,7 @@ def chunked_loss(
     *,
     finish: Callable[[Sums], Sums] = tuple,
     retain_graph: bool = False,
-    factor: Tensor | None = None,
+    factor: GradientFactor | None = None,
 ) -> Sums:
     """Returns the sums of what `compute` returns for each chunk. Only the first one, the loss, has a gradient.
 
@@ -139,12 +152,19 @@ class _ChunkedLoss(torch.autograd.Function):
         finish: Callable[[Sums], Sums],
         needs_grad: bool,
         inplace: bool,
-        factor: Tensor | None,
+        factor: GradientFactor | None,
     ) -> tuple[Tensor | None, ...]:
-        found, gradients = _run(x, weight, bias, chunks, compute, needs_grad)
+        total = None
+        if factor is not None and weight is not None and needs_grad:
+            if inplace and 0 < factor.num_forward == factor.num_backward:
+                with accumulate_in_place():
+                    total = take(weight)
+            factor.num_forward += 1
+            factor.in_weight |= total is not None
+        found, gradients = _run(x, weight, bias, chunks, compute, needs_grad, total)
         sums = tuple(finish([_sum(values) for values in zip(*found, strict=True)]))
         ctx.inplace, ctx.dtypes = inplace, [None if each is None else each.dtype for each in (x, weight, bias)]
-        ctx.factor = factor
+        ctx.factor, ctx.weight, ctx.in_weight = factor, weight, total is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(*(each for each in sums[1:] if each is not None))
         return sums
@@ -152,14 +172,24 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         found = list(zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        if scale is ctx.factor:
+        factor = None if ctx.factor is None else ctx.factor.value
+        if scale is factor:
             gradients = [None if gradient is None else gradient.to(dtype) for gradient, dtype in found]
         else:
-            rest = scale if ctx.factor is None else scale / ctx.factor
+            if ctx.in_weight:
+                raise RuntimeError("the loss of a micro-batch is scaled, unlike that of those before")
+            rest = scale if factor is None else scale / factor
             gradients = [
                 None if gradient is None else scaled(gradient, rest, dtype, inplace=ctx.inplace)
                 for gradient, dtype in found
             ]
+        if ctx.inplace and gradients[1] is not None:
+            if can_accumulate(ctx.weight) and ctx.weight.grad is None:
+                # What runs later in this pass, such as the embedding that shares the weight, can add to it.
+                ctx.weight.grad, gradients[1] = gradients[1], None
+            if scale is factor:
+                ctx.factor.num_backward += gradients[1] is None
+                ctx.factor.in_weight &= not ctx.in_weight
         return *gradients, *[None] * 6
 
 
@@ -187,14 +217,15 @@ def _run(
     chunks: Sequence[slice],
     compute: Callable[[Tensor, slice], tuple[Any, Tensor]],
     needs_grad: bool,
+    total: Tensor | None = None,
 ) -> tuple[list[Any], list[Tensor | None]]:
-    """Returns what `compute` returns for each chunk, and the gradients of `x`, the weight and the bias."""
+    """Returns what `compute` returns for each chunk, and the gradients of `x`, the weight (added to `total`) and the bias."""
     used = None if weight is None else weight.to(x.dtype)
-    x_grad = weight_grad = bias_grad = None
+    x_grad, weight_grad, bias_grad = None, total, None
     if needs_grad:
         # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
         x_grad = x.clone() if used is None else torch.empty_like(x)
-        if weight is not None and weight.requires_grad:
+        if weight_grad is None and weight is not None and weight.requires_grad:
             dtype = torch.float32 if len(chunks) > 1 else weight.dtype
             # On GPUs, the product of the first chunk replaces what is there.
             weight_grad = (torch.empty_like if weight.is_cuda else torch.zeros_like)(weight, dtype=dtype)
@@ -212,7 +243,8 @@ def _run(
         elif x_grad is not None and gradient is not logits:
             x_grad[rows] = gradient
         if weight_grad is not None:
-            add_product(weight_grad, gradient.t(), x[rows], replace=weight_grad.is_cuda and rows is chunks[0])
+            is_first = total is None and rows is chunks[0]
+            add_product(weight_grad, gradient.t(), x[rows], replace=is_first and weight_grad.is_cuda)
         if bias_grad is not None:
             bias_grad += gradient.sum(0, dtype=torch.float32)
         del logits, gradient  # before the next chunk's are allocated
@@ -255,24 +287,6 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool
         rows = slice(first, first + BLOCK_ROWS)
         torch.mul(gradient[rows].float(), scale, out=out[rows])
     return out
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:
-    """Adds `left @ right` to `total`, which may be in float32 while the factors are not, or replaces it."""
-    if replace and (total.dtype == left.dtype or torch.compiler.is_compiling()):
-        total.copy_(left @ right if total.dtype == left.dtype else torch.mm(left, right, out_dtype=total.dtype))
-    elif replace:
-        torch.mm(left, right, out_dtype=total.dtype, out=total)
-    elif total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda and torch.compiler.is_compiling():  # inductor of torch 2.14 does not have the next one
-        total.add_(torch.mm(left, right, out_dtype=total.dtype))
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # only CUDA has this matmul; some rows at a time, because a product takes memory
-        for first in range(0, total.shape[0], BLOCK_ROWS):
-            rows = slice(first, first + BLOCK_ROWS)
-            total[rows].add_(left[rows] @ right)
 
 
 @cache

@@ -89,7 +89,7 @@ class CrossEntropy:
             is_main = rows.start < num_main
             scale = None if is_main else torch.full_like(flat_labels[rows], weight, dtype=torch.float32)
             if factor is not None:
-                scale = factor.expand(len(values)) if scale is None else scale * factor
+                scale = factor.value.expand(len(values)) if scale is None else scale * factor.value
             loss, z_term = function(values, flat_labels[rows], self.vocab_group, z_loss, logits.soft_cap, scale)
             if is_main:
                 return (loss, z_term, None), values

@@ -5,7 +5,7 @@ its result. Layers of the library with `casts_parameters` cast to the dtype of t
 are replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
+from titanlike.utils import weight_gradients
 from titanlike.utils.compat import tree_map_only
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
@@ -69,8 +70,7 @@ class MixedPrecisionLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.is_cuda and self.weight.dtype == torch.float32 and self.weight.requires_grad:
-            out: Tensor = _Linear.apply(x, self.weight, self.bias, self.compute_dtype)
-            return out
+            return cast(Tensor, _Linear.apply(x, self.weight, self.bias, self.compute_dtype))
         return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
 
 
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
-        weight_gradient = torch.mm(rows.t(), x.flatten(0, -2), out_dtype=weight.dtype)
+        weight_gradient = weight_gradients.weight_gradient(weight, rows.t(), x.flatten(0, -2))
         bias_gradient = rows.sum(0, dtype=weight.dtype) if ctx.needs_input_grad[2] else None
         x_gradient = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return x_gradient, weight_gradient, bias_gradient, None
@@ -99,7 +99,27 @@ class MixedPrecisionEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         options = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        if options == (None, None, 2.0, False, False) and not torch.compiler.is_compiling():
+            return cast(Tensor, _Embedding.apply(ids, self.weight, self.compute_dtype))
         return F.embedding(ids, self.weight, *options).to(self.compute_dtype)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a weight, cast. In the backward pass, they are added to `weight.grad`, if it exists."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        ids, weight = ctx.saved_tensors
+        rows = gradient.to(weight.dtype)
+        total = weight_gradients.take(weight)
+        if total is None:
+            return None, torch.ops.aten.embedding_dense_backward(rows, ids, len(weight), -1, False), None
+        return None, total.index_put_((ids,), rows, accumulate=True), None
 
 
 class MixedPrecisionRMSNorm(nn.RMSNorm):

@@ -18,6 +18,7 @@ from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.models.common.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.utils.weight_gradients import accumulate_in_place
 
 COLLECTION_INTERVAL = 50  # steps
 
@@ -112,12 +113,13 @@ def forward_backward(
 
             batches = accumulate_gradients(model, microbatches, cast(Any, model).gradient_sync)
         factor = torch.full_like(count, loss_scale, dtype=torch.float32) / count
-        for batch in batches:
-            with gradient_factor(factor):
+        with gradient_factor(factor):
+            for batch in batches:
                 loss, sums = objective(model, batch)
-            loss.backward(factor.to(loss.dtype))
-            for name, value in {"loss": loss.detach(), **sums}.items():
-                totals[name] = totals.get(name, 0.0) + value / count
+                with accumulate_in_place(not isinstance(model, FSDPModule)):
+                    loss.backward(factor.to(loss.dtype))
+                for name, value in {"loss": loss.detach(), **sums}.items():
+                    totals[name] = totals.get(name, 0.0) + value / count
     unscale_gradients(model, loss_scale)
     means = torch.stack([*totals.values()])
     means = collectives.all_reduce_sum(means, [*mesh.loss_groups, mesh.pipeline.get_group()]).float()
