@@ -19,6 +19,7 @@ from titanlike.tools.planning.traffic import traffic
 RESERVED = {
     "llama3_70b_float8": 0.065, "gemma3_4b": 0.07, "dpo_llama3_8b": 0.055, "dpo_debug": 0.16, "mlm_debug": 0.07,
     "distill_debug": 0.09, "distill_llama3_1b": 0.055, "deepseek_v3_671b": 0.05, "gpt_oss_20b": 0.05, "gpt_oss_120b": 0.08,
+    "gemma3_270m": 0.055,
 }  # fmt: skip
 # Launches that are further off: of the optimizer, and of collectives and their copies beside short blocks.
 LAUNCHES = {

@@ -159,6 +159,13 @@ class Job:
             return [0]
         return stages_of(rank, self.layout.pipeline, len(self.split), v_shaped=self.schedule.v_shaped)
 
+    def adds_head_gradient(self) -> bool:
+        """Whether, on GPUs, the loss adds the gradient of the LM head to that of earlier micro-batches."""
+        training = self.recipe.training
+        is_own_loss = self.program is TITANLIKE and not (self.trains_on_pairs or self.distills or self.uses_fsdp())
+        in_float32 = training.compute_dtype == "bfloat16" and training.master_dtype == "float32"
+        return is_own_loss and in_float32 and self.num_microbatches > 1
+
     def uses_fsdp(self) -> bool:
         """Whether FSDP wraps the model: `parallelize` leaves it out on one rank, where it would only copy the weights."""
         alone = self.num_shards * self.layout.replicate * self.layout.tensor == 1

@@ -190,6 +190,8 @@ class _Sizes:
         logits = loss_logits(job)
         weight_gradient = vocabulary * (4 if several else compute if job.uses_fsdp() else master)
         weight_gradient *= job.lora.rank == 0  # a frozen head has none
+        if job.adds_head_gradient():
+            weight_gradient = 0.0
         cast = 0.0 if job.uses_fsdp() or job.weight_bytes == compute else vocabulary * compute
         kept = hidden + weight_gradient
         gathered = hidden if layout.tensor > 1 else 0.0

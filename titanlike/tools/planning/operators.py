@@ -126,15 +126,14 @@ class Counts:
             scale = 1 if self.compiled else 3
             forward, backward = forward + scale * (3 + latents), backward + scale * (4 + 2 * latents)
         if self.compiled:
-            forward += 8 + 2 * qk_norm + 6 * post_norms
-            backward += 14 + 3 * qk_norm + 12 * post_norms
+            forward += 8 + 2 * qk_norm + 5 * post_norms
+            backward += 14 + 3 * qk_norm + 10 * post_norms
         else:
             forward += 19 + 2 * qk_norm + 2 * post_norms
             backward += 44 + 4 * qk_norm + 4 * post_norms
         forward, backward = forward + 3 * float8, backward + 5 * float8  # maxima and casts
-        if not job.uses_fsdp():  # each weight is cast, and each gradient
-            number = len(model.block_matrices(index))
-            forward, backward = forward + number, backward + number
+        if not job.uses_fsdp():  # each weight is cast; matmuls write its gradient in float32
+            forward += len(model.block_matrices(index))
         if isinstance(model, MoeConfig) and model.has_experts(index):
             extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0) + expert_launches(job)
             groups = 20 * (model.groups_per_token < model.num_expert_groups)
