@@ -191,6 +191,8 @@ def parallelize(
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
     cast(Any, model).loss_terms = terms
+    # Compiled blocks without recomputation keep each weight that they cast.
+    cast(Any, model).casts_once = compile.mode == "block" and activation_checkpoint.mode == "none"
     cast(Any, model).gradient_sync = parallelism.gradient_sync  # of `forward_backward`
     return model
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -27,6 +28,7 @@ from titanlike.parallelisms.mixed_precision import (
     MixedPrecisionLinear,
     _Linear,
     apply_mixed_precision,
+    cast_once,
     cast_parameters,
 )
 from titanlike.parallelisms.pipeline import _stage_module
@@ -144,6 +146,34 @@ def test_gradients_of_micro_batches_are_added_where_they_are_computed(
         assert num_rows == (5 if in_place else 0)  # those of the tied weight also in the first micro-batch
         found.append([*(cast(Tensor, p.grad) for p in model.parameters()), *seen])
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_are_cast_once_in_a_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same results, also after changes of weights that autograd does not know of."""
+    monkeypatch.setattr(MixedPrecisionLinear, "is_cast", lambda layer: layer.weight.requires_grad)  # as on a GPU
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=bias) for bias in (True, False, True)))
+    model[1].weight.requires_grad_(False)
+    apply_mixed_precision(model, torch.bfloat16)
+    run = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
+    found, casts = [], []
+    for factor, model.casts_once in ((0.5, False), (2.0, False), (0.5, True), (2.0, True)):
+        model[0].weight.data.mul_(factor)
+        model.zero_grad()
+        with nullcontext() if compiled else Operations() as operations, cast_once(model):
+            outs = [run(each) for each in torch.ones(2, 4, 8).bfloat16()]
+            torch.stack(outs).float().square().sum().backward()
+        found.append([*outs, *(p.grad for p in model.parameters() if p.grad is not None)])
+        casts.append(operations and operations.counts["_to_copy"])
+        assert all(layer.weight_copy is None for layer in model)
+    assert all(map(torch.equal, found[0] + found[1], found[2] + found[3]))
+    assert not torch.equal(found[2][0], found[3][0])
+    assert (
+        compiled or casts[1] - casts[3] == 8 - 2
+    )  # of two weights, in the forward and backward pass of two micro-batches
+    with pytest.raises(RuntimeError, match="weights have changed"), cast_once(model), torch.no_grad():
+        model[2].weight.add_(1.0)
 
 
 def test_a_stage_of_a_pipeline_has_the_modules_of_no_other() -> None:

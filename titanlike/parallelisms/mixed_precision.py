@@ -5,6 +5,8 @@ its result. Layers of the library with `casts_parameters` cast to the dtype of t
 are replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -63,14 +65,37 @@ def apply_mixed_precision(model: nn.Module, dtype: torch.dtype, *, cast_forward_
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Within this context, the linear layers of a model with `casts_once` use one copy of their weight, which must not change. They
+    would make one in each forward pass, and keep it for the backward pass. The model's micro-batches of a step run in it."""
+    modules = model.modules() if getattr(model, "casts_once", False) else ()
+    layers = [each for each in modules if isinstance(each, MixedPrecisionLinear) and each.is_cast()]
+    versions = [layer.weight._version for layer in layers]
+    try:
+        for layer in layers:
+            layer.weight_copy = layer.weight.detach().to(layer.compute_dtype)
+        yield
+        if versions != [layer.weight._version for layer in layers]:
+            raise RuntimeError("weights have changed between the micro-batches of a step")
+    finally:
+        for layer in layers:
+            layer.weight_copy = None
+
+
 class MixedPrecisionLinear(nn.Linear):
     """A linear layer that computes in `compute_dtype`."""
 
     compute_dtype: torch.dtype
+    weight_copy: Tensor | None = None
+
+    def is_cast(self) -> bool:
+        """Whether this is done by a function that has the matmul of a float32 gradient, which only CUDA has."""
+        return self.weight.is_cuda and self.weight.dtype == torch.float32 and self.weight.requires_grad
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.is_cuda and self.weight.dtype == torch.float32 and self.weight.requires_grad:
-            return cast(Tensor, _Linear.apply(x, self.weight, self.bias, self.compute_dtype))
+        if self.is_cast():
+            return cast(Tensor, _Linear.apply(x, self.weight, self.bias, self.compute_dtype, self.weight_copy))
         return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
 
 
@@ -78,18 +103,21 @@ class _Linear(torch.autograd.Function):
     """A product with a float32 weight that is cast. The matmul of its gradient, which only CUDA has, writes float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(dtype), _cast(bias, dtype))
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, copy: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, copy)
+        return F.linear(x, weight.to(dtype) if copy is None else copy, _cast(bias, dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+        x, weight, copy = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         weight_gradient = weight_gradients.weight_gradient(weight, rows.t(), x.flatten(0, -2))
         bias_gradient = rows.sum(0, dtype=weight.dtype) if ctx.needs_input_grad[2] else None
-        x_gradient = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        return x_gradient, weight_gradient, bias_gradient, None
+        used = weight.to(gradient.dtype) if copy is None else copy
+        x_gradient = gradient @ used if ctx.needs_input_grad[0] else None
+        return x_gradient, weight_gradient, bias_gradient, None, None
 
 
 class MixedPrecisionEmbedding(nn.Embedding):

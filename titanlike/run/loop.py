@@ -18,6 +18,7 @@ from titanlike.losses.cross_entropy import means_of, num_valid
 from titanlike.models.common.layers import attention_backend
 from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.mixed_precision import cast_once
 from titanlike.utils.weight_gradients import accumulate_in_place
 
 COLLECTION_INTERVAL = 50  # steps
@@ -113,7 +114,7 @@ def forward_backward(
 
             batches = accumulate_gradients(model, microbatches, cast(Any, model).gradient_sync)
         factor = torch.full_like(count, loss_scale, dtype=torch.float32) / count
-        with gradient_factor(factor):
+        with gradient_factor(factor), cast_once(model):
             for batch in batches:
                 loss, sums = objective(model, batch)
                 with accumulate_in_place(not isinstance(model, FSDPModule)):

@@ -260,6 +260,10 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     passes = {
         first: (block_activations(job, first), job.tokens_of(first)) for first, _ in job.recipe.model.kinds_of_blocks()
     }
+    # Without recomputation, they share one in all micro-batches of a step.
+    compiled = job.recipe.compile.mode != "none"
+    copies = num_blocks * kept_casts if compiled and kept_casts == casts and not sizes.experts else 0.0
+    kept_casts = 0.0 if copies else kept_casts
     stacks = [found.saved * tokens + kept_casts for found, tokens in (passes[kind(i)] for i in range(num_blocks))]
     shared = _read_by_all_blocks(job)
     # The last block's output and the norm of it, or also what transforms it for the head of an encoder.
@@ -280,7 +284,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         usage = replace(
             sizes.states,
             gradients=gradients,
-            gathered=round(gathered + root),
+            gathered=round(gathered + root + (copies if label != "optimizer" else 0.0)),
             activations=round(stack + (final if loss else 0)),
             loss=round(loss),
             temporary=round(temporary),
@@ -340,7 +344,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
     for i in reversed(blocks):
         act, n = passes[kind(i)]
-        recomputed = (act.kept - act.saved) * n + casts - kept_casts
+        recomputed = (act.kept - act.saved) * n + (0.0 if copies else casts - kept_casts)
         temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
         early = act.early * n + recomputed + sizes.experts / 3
         is_last = i == num_blocks - 1
