@@ -15,7 +15,7 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import Float8Shard, wrap_weights
-from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
+from titanlike.float8.linear import EPS, Float8Linear, apply_float8, check_hardware, scale_of
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.llama.config import LlamaConfig
@@ -202,6 +202,30 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
         scale = 2.0 ** scale.log2().floor()
     scale = scale.float()
     return (x * scale).to(dtype).float() / scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scales_in_float32_are_near_those_in_float64(dtype: torch.dtype) -> None:
+    exponents = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 50 - 12
+    amax = torch.cat([torch.tensor([0.0, 1e-30, EPS]), 10.0**exponents])
+    for values in (amax, amax.bfloat16()):
+        found = scale_of(values, dtype)
+        assert found.dtype == torch.float32
+        in_float64 = torch.finfo(dtype).max / values.double().clamp(min=EPS)
+        torch.testing.assert_close(found.double(), in_float64, rtol=2**-22, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_last_bits_of_a_scale_do_not_change_the_error(dtype: torch.dtype) -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    scale = scale_of(x.abs().max(), dtype)
+
+    def error(scale: Tensor) -> float:
+        rounded = (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
+        return (rounded - x).norm().item()
+
+    for units in (-4, -1, 1, 4):  # eager code has two, and compiled code on a GPU divides less exactly
+        assert error(scale * (1 + units * 2**-23)) == pytest.approx(error(scale), rel=1e-5)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])

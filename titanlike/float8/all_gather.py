@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
-from titanlike.float8.linear import WEIGHT, Float8TrainingTensor, amax_to_scale, float8_dtype, matmul_of, to_float8
+from titanlike.float8.linear import WEIGHT, Float8TrainingTensor, float8_dtype, matmul_of, scale_of, to_float8
 from titanlike.float8.weight_maxima import WeightChanges, weight_maxima
 from titanlike.utils.compat import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
@@ -160,7 +160,7 @@ class ScaleUpdater:
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Float8Shard)]
         for indices, amax in weight_maxima(self.weights):
-            for index, scale in zip(indices, amax_to_scale(amax, float8_dtype(WEIGHT)).unbind(), strict=True):
+            for index, scale in zip(indices, scale_of(amax, float8_dtype(WEIGHT)).unbind(), strict=True):
                 cast(Float8Shard, self.weights[index]._local_tensor).weight_scale.scale = scale
 
 

@@ -1,4 +1,4 @@
-"""Float8 linear layers: torchao's, with scales that do not depend on the layout."""
+"""Float8 linear layers: torchao's float8 tensors and rowwise matmuls, and tensorwise scales that do not depend on the layout."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,9 @@ with suppress_import_warnings():
     from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as float8_matmul
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale
 
 INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
+EPS = 1e-12  # the smallest maximum that has a scale of its own: that of zeros is finite
 
 
 def apply_float8(model: nn.Module, float8: Float8) -> None:
@@ -98,16 +98,10 @@ class Float8Matmul:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if torch.is_autocast_enabled():
             x = x.to(torch.get_autocast_gpu_dtype())
-        if weight.dtype != x.dtype:
-            weight = weight.to(x.dtype)
-        mm_config = self.mm_config
-        if not self.batch_groups or not self.is_tensorwise:
-            out = float8_matmul.apply(x, weight.t(), mm_config, self.config)
+        if self.is_tensorwise:
+            out = _Matmul.apply(x, weight, self.weight_amax, self.mm_config, self.batch_groups)
         else:
-            x = to_float8(x, INPUT, mm_config, self.batch_groups)
-            weight = to_float8(weight, WEIGHT, mm_config, amax=self.weight_amax)
-            out = float8_matmul.apply(x, weight.t(), mm_config, self.config)
-            out = _Float8Gradient.apply(out, mm_config, self.batch_groups)
+            out = float8_matmul.apply(x, weight.to(x.dtype).t(), self.mm_config, self.config)
         return out if bias is None else out + bias.to(out.dtype)
 
     def __repr__(self) -> str:
@@ -164,16 +158,21 @@ def to_float8(
     dtype = float8_dtype(role)
     if scale is None:
         # The maximum of a cast weight is the cast maximum.
-        scale = amax_to_scale(_amax(x.detach(), groups) if amax is None else amax.to(x.device, x.dtype), dtype)
+        scale = scale_of(_amax(x, groups) if amax is None else amax.to(x.device, x.dtype), dtype)
     return hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)
 
 
-@torch.compiler.allow_in_graph
 def _amax(x: Tensor, groups: tuple[str, ...]) -> Tensor:
     amax = x.abs().max()
     for name in groups:
         amax = wait_tensor(all_reduce(amax, "max", resolve_process_group(name)))
     return amax
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales of tensors with these largest absolute values. In float32: compiled code repeats the division for each
+    element that it casts, which in float64 takes longer than reading and writing it."""
+    return torch.finfo(dtype).max / amax.float().clamp(min=EPS)
 
 
 def float8_dtype(role: Any) -> torch.dtype:
@@ -183,14 +182,28 @@ def float8_dtype(role: Any) -> torch.dtype:
 
 # dynamo does not trace functions with float8 inputs or outputs; AOTAutograd traces inside them.
 @torch.compiler.allow_in_graph
-class _Float8Gradient(torch.autograd.Function):
-    """Identity whose backward pass casts the gradient to float8."""
+class _Matmul(torch.autograd.Function):
+    """`x @ weight.t()` with a scale for each tensor, also of float8 tensors. The gradient of a weight has the weight's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mm_config: Any, groups: tuple[str, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, weight_amax: Tensor | None, mm_config: Any, groups: tuple[str, ...]
+    ) -> Tensor:
         ctx.mm_config, ctx.groups = mm_config, groups
-        return x
+        x8: Any = to_float8(x, INPUT, mm_config, groups)
+        weight8: Any = to_float8(weight.to(x.dtype), WEIGHT, mm_config, amax=weight_amax)
+        ctx.save_for_backward(x8, weight, weight8._scale)  # the weight is cast again: no copy of it is kept
+        return torch.mm(x8.reshape(-1, x.shape[-1]), weight8.t()).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return to_float8(gradient, GRADIENT, ctx.mm_config, ctx.groups), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x8, weight, scale = ctx.saved_tensors
+        gradient8: Any = to_float8(gradient, GRADIENT, ctx.mm_config, ctx.groups)
+        gradient8 = gradient8.reshape(-1, gradient.shape[-1])
+        x_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            weight8 = to_float8(weight.to(gradient.dtype), WEIGHT, ctx.mm_config, scale=scale)
+            x_gradient = torch.mm(gradient8, weight8).reshape(x8.shape)
+        if ctx.needs_input_grad[1]:
+            weight_gradient = torch.mm(gradient8.t(), x8.reshape(-1, x8.shape[-1])).to(weight.dtype)
+        return x_gradient, weight_gradient, None, None, None
