@@ -4,13 +4,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training import resume
+from tests.training import Observer, Operations, resume
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
@@ -289,6 +289,42 @@ def test_emulated_matmul_matches_the_float8_operator(scaling: Any) -> None:
     tolerance = 1e-5 if scaling == "tensorwise" else 1e-2  # rowwise returns bfloat16
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_gradients_have_the_dtype_of_their_weight(emulate: bool) -> None:
+    torch.manual_seed(0)
+    x, gradient = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
+    model = nn.ModuleDict({"wq": nn.Linear(64, 96, bias=False)})
+    apply_float8(model, Float8(scaling="tensorwise", layers=("*",), emulate=emulate))
+    matrix: Any = model["wq"]
+    maxima = []
+    with Observer(
+        lambda func, args, result: maxima.append(args[0].shape) if func is torch.ops.aten.max.default else None
+    ):
+        (found,) = torch.autograd.grad(matrix(x), matrix.weight, gradient, retain_graph=True)
+    assert maxima == [(32, 64), (96, 64), (32, 96)]  # of each tensor once
+    assert found.dtype == torch.float32
+    deep, flat = rounded(gradient.float(), torch.float8_e5m2), rounded(x.detach().float(), torch.float8_e4m3fn)
+    torch.testing.assert_close(found, deep.T @ flat)  # not rounded to bfloat16
+    matrix.weight.data = matrix.weight.data.bfloat16()  # as FSDP gathers it
+    (in_bfloat16,) = torch.autograd.grad(matrix(x), matrix.weight, gradient)
+    assert torch.equal(in_bfloat16, found.bfloat16())
+
+
+def test_frozen_inputs_and_weights_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wq": nn.Linear(64, 96)})
+    apply_float8(model, Float8(scaling="tensorwise", layers=("*",), emulate=True))
+    x, matrix = torch.randn(32, 64, requires_grad=True), cast(Any, model["wq"])
+    expected = torch.autograd.grad(matrix(x).square().sum(), (x, matrix.weight))
+    for first, second, both in ((x, matrix.weight, expected), (matrix.weight, x, expected[::-1])):
+        second.requires_grad_(False)
+        with Operations() as operations:
+            (found,) = torch.autograd.grad(matrix(x).square().sum(), first)
+        second.requires_grad_()
+        assert torch.equal(found, both[0])
+        assert operations.counts["mm"] == 2  # the output, and one gradient
 
 
 @pytest.mark.slow

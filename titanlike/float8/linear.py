@@ -205,5 +205,7 @@ class _Matmul(torch.autograd.Function):
             weight8 = to_float8(weight.to(gradient.dtype), WEIGHT, ctx.mm_config, scale=scale)
             x_gradient = torch.mm(gradient8, weight8).reshape(x8.shape)
         if ctx.needs_input_grad[1]:
-            weight_gradient = torch.mm(gradient8.t(), x8.reshape(-1, x8.shape[-1])).to(weight.dtype)
+            # The dtype of its first factor is that of a float8 matmul's result.
+            gradient8 = Float8TrainingTensor(gradient8._data, gradient8._scale, weight.dtype, ctx.mm_config, GRADIENT)
+            weight_gradient = torch.mm(gradient8.t(), x8.reshape(-1, x8.shape[-1]))
         return x_gradient, weight_gradient, None, None, None
