@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import Float8Shard, wrap_weights
-from titanlike.float8.linear import EPS, Float8Linear, apply_float8, check_hardware, scale_of
+from titanlike.float8.linear import EPS, WEIGHT, Float8Linear, apply_float8, check_hardware, scale_of, to_float8
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.llama.config import LlamaConfig
@@ -351,6 +352,23 @@ def test_operations_of_fsdp_and_of_initialization_keep_the_wrapper() -> None:
         assert getattr(wrapper, name) == getattr(stored, name), name
     assert (wrapper.stride(), wrapper.storage_offset()) == (stored.stride(), stored.storage_offset())
     assert type(shard + 1.0) is Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_is_cast_as_a_whole_weight(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 64).to(dtype)
+    weight[6, 5] = 5.0  # the largest, on the second rank
+    expected: Any = to_float8(weight, WEIGHT, None)
+    scale = cast(Any, SimpleNamespace(scale=expected._scale, updater=SimpleNamespace(update=lambda: None)))
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    gathered = [
+        Float8Shard(rows, scale).fsdp_pre_all_gather(two_ranks, weight.shape, None, nn.Module(), None)
+        for rows in weight.split(4)
+    ]
+    assert [(data.shape, data.dtype) for (data,), _ in gathered] == [((4, 64), torch.uint8)] * 2
+    data = torch.cat([data for (data,), _ in gathered])[:7]
+    assert torch.equal(data, expected._data.view(torch.uint8))
 
 
 def test_a_weight_that_lost_its_wrapper_is_an_error_at_the_first_forward_pass(alone: None) -> None:

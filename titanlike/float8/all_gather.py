@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
-from titanlike.float8.linear import WEIGHT, Float8TrainingTensor, float8_dtype, matmul_of, scale_of, to_float8
+from titanlike.float8.linear import WEIGHT, Float8TrainingTensor, float8_dtype, matmul_of, scale_of
 from titanlike.float8.weight_maxima import WeightChanges, weight_maxima
 from titanlike.utils.compat import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
@@ -86,10 +85,11 @@ class Float8Shard(torch.Tensor):
         self.weight_scale.updater.update()
         scale = self.weight_scale.scale
         assert scale is not None
-        float8: Any = to_float8(self.stored, WEIGHT, self.weight_scale.mm_config, scale=scale)
-        rows = -(-size[0] // mesh.size())  # the last ranks may have fewer rows and pad them
-        data = F.pad(float8._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
-        return (data,), (scale,)
+        rows = -(-size[0] // mesh.size())  # the last ranks may have fewer; the others of their input are not read
+        data = self.stored.new_empty((rows, *size[1:]), dtype=float8_dtype(WEIGHT))
+        # One kernel, without copies. No value exceeds the maximum of the full weight: none overflows.
+        torch.mul(self.stored, scale[None], out=data[: self.shape[0]])
+        return (data.view(torch.uint8),), (scale,)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scales: tuple[Tensor], dtype: torch.dtype, *, out: Any = None
