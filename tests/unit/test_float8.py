@@ -21,6 +21,7 @@ from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.registry import build_model
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks import check_machine, check_recipe
@@ -326,6 +327,16 @@ def test_frozen_inputs_and_weights_have_no_gradient() -> None:
         second.requires_grad_()
         assert torch.equal(found, both[0])
         assert operations.counts["mm"] == 2  # the output, and one gradient
+
+
+def test_selective_checkpointing_keeps_maxima() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(64, 96)})})
+    apply_float8(model, Float8(scaling="tensorwise", layers=("*",), emulate=True))
+    block = cast(Any, model["blocks"])
+    apply_activation_checkpoint(block, mode="selective")
+    with Operations() as operations:
+        block["0"](torch.randn(32, 64)).sum().backward()
+    assert operations.counts["max"] == 3  # of the input, the weight and the gradient
 
 
 @pytest.mark.slow

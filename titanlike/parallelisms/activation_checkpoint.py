@@ -10,9 +10,10 @@ from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
 from titanlike.parallelisms.recomputation import KEEPS, keeping_contexts
 from titanlike.utils import compat
 
-# The most expensive operators, by prefixes of their names. Selective mode saves the output of every attention kernel and
-# collective, and of every second matmul.
+# The most expensive operators, by prefixes of their names. Selective mode saves the output of every attention kernel, maximum
+# and collective, and of every second matmul.
 SAVED = (
+    "aten.max.default",  # of float8: a number, for which the whole tensor is read
     "aten._scaled_dot_product",  # flash, efficient, cuDNN and the CPU's
     "flex_attention",
     "torch_attn._varlen_attn",
