@@ -160,7 +160,8 @@ def _recomputed_by_casts(job: Job, index: int) -> tuple[float, float]:
 
 def weight_copies(job: Job, index: int) -> tuple[float, float]:
     """Returns the bytes of the weights of a block that are cast to the compute dtype where FSDP does not gather them, and of the
-    copies that are kept for the backward pass. Compiled code casts a weight to float8 in each pass, and keeps no copy."""
+    copies that are kept for the backward pass. Compiled code casts a weight to float8 in each pass, and keeps no copy; in eager
+    code, tensorwise matmuls keep none."""
     model, training, checkpointing = job.recipe.model, job.recipe.training, job.recipe.activation_checkpoint
     compute = DTYPE_BYTES[training.compute_dtype]
     if job.uses_fsdp() or compute == job.weight_bytes:
@@ -168,12 +169,11 @@ def weight_copies(job: Job, index: int) -> tuple[float, float]:
     matrices: dict[str, tuple[int, ...]] = dict(model.block_matrices(index, job.layout.tensor))
     if model.has_experts(index):
         matrices |= router_parameters(model) | model.expert_parameters()
-    if job.recipe.compile.mode != "none":
-        matrices = {
-            name: size for name, size in matrices.items() if name not in float8_layers(job.recipe.float8, model, index)
-        }
-    size = compute * float(sum(map(math.prod, matrices.values())))
-    return size, size * {"none": 1.0, "memory_budget": checkpointing.memory_budget}.get(checkpointing.mode, 0.0)
+    float8, compiled = job.recipe.float8, job.recipe.compile.mode != "none"
+    others = {name: size for name, size in matrices.items() if name not in float8_layers(float8, model, index)}
+    cast = compute * float(sum(map(math.prod, (others if compiled else matrices).values())))
+    kept = compute * float(sum(map(math.prod, others.values()))) if float8.scaling == "tensorwise" else cast
+    return cast, kept * {"none": 1.0, "memory_budget": checkpointing.memory_budget}.get(checkpointing.mode, 0.0)
 
 
 def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[str, tuple[int, int]]:
