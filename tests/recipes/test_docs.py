@@ -31,6 +31,7 @@ from benchmarks import (
     save_stall,
     soak,
     startup,
+    tokens_equal,
 )
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
@@ -169,6 +170,7 @@ SHOWN: list[tuple[str, str, Text]] = [
         (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
         for page, name, text in (
             ("data", "data_batches_cpu", data_batches.table), ("data", "data_prepare_cpu", data_prepare.table),
+            ("data", "tokens_equal", tokens_equal.table),
             ("data_quality", "data_quality", quality_results.table), ("speed", "startup_cpu", startup.table),
             ("hugging_face", "real_model", real_model.paragraph),
             ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
