@@ -27,6 +27,7 @@ from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
@@ -48,6 +49,9 @@ mesh_of = functools.cache(build_mesh)
 
 LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 GPT_ = GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=320)
+MISTRAL = MistralConfig(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, sliding_window=11
+)
 QWEN2 = Qwen2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 QWEN3 = Qwen3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True

@@ -22,6 +22,7 @@ from tests.training import (
     GEMMA3,
     GPT_,
     GPT_OSS,
+    MISTRAL,
     MODERNBERT,
     QWEN2,
     QWEN3,
@@ -45,9 +46,18 @@ OPTIONS: dict[str, Any] = {
     for name, value in {"logit_soft_cap": 0.1, "attention_soft_cap": 0.02, "sliding_window": 11}.items()
 }
 ENCODERS: dict[str, Any] = {"BERT": BERT, "ModernBERT": MODERNBERT}
-MODELS = {"Qwen2": QWEN2, "Qwen3": QWEN3, "Gemma 2": GEMMA2, "Gemma 3": GEMMA3, **ENCODERS, **OPTIONS}
+MODELS = {
+    "Mistral": MISTRAL,
+    "Qwen2": QWEN2,
+    "Qwen3": QWEN3,
+    "Gemma 2": GEMMA2,
+    "Gemma 3": GEMMA3,
+    **ENCODERS,
+    **OPTIONS,
+}
 # The parameters of each block, or of an encoder's head, that only these families have. They are constants before the first step.
-OWN = {
+OWN: dict[str, tuple[str, ...]] = {
+    "mistral": (),
     "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
     "qwen3": ("q_norm.weight", "k_norm.weight"),
     "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
@@ -75,6 +85,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP", "BERT, TP", "ModernBERT, FSDP", "ModernBERT, CP, documents")
 SLOW = (
+    "Mistral, CP x TP", "Mistral, TP x FSDP, compiled, selective",
     "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
     "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",
     "Gemma 3, TP", "BERT, CP", "BERT, PP zbv x TP", "BERT, TP x FSDP, documents, full checkpointing", "ModernBERT, CP x TP",
@@ -97,7 +108,7 @@ def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -
     names = next(names for prefix, names in OWN.items() if model.name.startswith(prefix))
     own = [value for name, value in found.state["model"].items() if name.endswith(names)]
     assert len(own) == len(names) * (model.num_layers if model.causal else 1)
-    assert {bool(value.std() > 0) for value in own} == {"lora" not in sections}
+    assert {bool(value.std() > 0) for value in own} <= {"lora" not in sections}
 
 
 @pytest.mark.parametrize(

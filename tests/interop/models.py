@@ -19,6 +19,7 @@ from titanlike.models.gemma.config import Gemma2Config, Gemma3Config, GemmaConfi
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
+from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
@@ -57,6 +58,8 @@ CONFIGS: dict[str, TransformerConfig] = {
     # The lengths are scaled down with the model: all three branches of the scaling take part.
     "Llama 3.1": dataclasses.replace(LLAMA, rope_scaling=8.0, rope_original_seq_len=64),
     "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
+    "Mistral": MistralConfig(**GROUPED, head_dim=24),
+    "Mistral, window": MistralConfig(**GROUPED, head_dim=24, sliding_window=40),
     "Qwen2": Qwen2Config(**GROUPED),
     "Qwen3": Qwen3Config(**GROUPED, head_dim=24),
     "Gemma 2": Gemma2Config(**GEMMA, attention_soft_cap=5.0, logit_soft_cap=4.0),

@@ -32,6 +32,7 @@ from titanlike.interop.export import export
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import open_weights
 from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
+from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 
@@ -295,13 +296,29 @@ GEMMA3 = {  # the same of Gemma 3 1B
     "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
 }  # fmt: skip
+MISTRAL = {  # the same of Mistral 7B v0.1, whose heads follow from its width
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+NEMO = MISTRAL | {
+    "head_dim": 128, "hidden_size": 5120, "max_position_embeddings": 131072, "num_hidden_layers": 40, "rope_theta": 1000000.0,
+    "sliding_window": None, "vocab_size": 131072,
+}  # fmt: skip
 
 
-def test_the_published_configs_of_gemma_are_those_of_their_sizes() -> None:
-    for values, kind, size in ((GEMMA2, Gemma2Config, "27B"), (GEMMA3, Gemma3Config, "1B")):
-        found = kind.from_hugging_face(values)
-        assert found == kind(**{"size": size, **kind.sizes[size]})
-        assert kind.from_hugging_face(found.to_hugging_face()) == found
+@pytest.mark.parametrize(
+    ("values", "kind", "size"),
+    [
+        (GEMMA2, Gemma2Config, "27B"), (GEMMA3, Gemma3Config, "1B"), (MISTRAL, MistralConfig, "7B-v0.1"),
+        (NEMO, MistralConfig, "Nemo-12B"),
+    ],
+)  # fmt: skip
+def test_published_configs_are_those_of_their_sizes(values: dict[str, Any], kind: Any, size: str) -> None:
+    found = kind.from_hugging_face(values)
+    assert found == kind(**{"size": size, **kind.sizes[size]})
+    assert kind.from_hugging_face(found.to_hugging_face()) == found
 
 
 @pytest.mark.parametrize("kind", [Gemma2Config, Gemma3Config])

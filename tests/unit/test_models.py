@@ -39,6 +39,7 @@ from titanlike.models.gpt.config import GPTConfig
 from titanlike.models.gpt_oss.config import GptOssConfig
 from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.llama.model import Llama
+from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
@@ -47,6 +48,9 @@ from titanlike.tools.doctor import checks as doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
+TINY_MISTRAL = MistralConfig(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, sliding_window=5
+)
 TINY_QWEN2 = Qwen2Config(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, rope_theta=100.0)
 TINY_QWEN3 = Qwen3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, rope_theta=100.0
@@ -82,6 +86,7 @@ TINY_MODERNBERT = ModernBertConfig(
 )
 CAUSAL = [
     TINY_LLAMA,
+    TINY_MISTRAL,
     TINY_QWEN2,
     TINY_QWEN3,
     TINY_QWEN3_MOE,
@@ -307,6 +312,10 @@ def test_a_module_with_other_parameters_than_its_config_describes_is_refused(
         (LlamaConfig, "3.1-405B", 405_853_388_800, (128, 8), 131072, (500000.0, 8.0), None),
         (LlamaConfig, "3.2-1B", 1_235_814_400, (32, 8), 131072, (500000.0, 32.0), None),
         (LlamaConfig, "3.2-3B", 3_212_749_824, (24, 8), 131072, (500000.0, 32.0), None),
+        (MistralConfig, "7B-v0.1", 7_241_732_096, (32, 8), 32768, (10000.0, 1.0), None),
+        (MistralConfig, "7B-v0.3", 7_248_023_552, (32, 8), 32768, (1000000.0, 1.0), None),
+        (MistralConfig, "Nemo-12B", 12_247_782_400, (32, 8), 131072, (1000000.0, 1.0), None),
+        (MistralConfig, "Small-24B", 23_572_403_200, (32, 8), 32768, (100000000.0, 1.0), None),
         (Qwen2Config, "2.5-0.5B", 494_032_768, (14, 2), 32768, (1000000.0, 1.0), None),
         (Qwen2Config, "2.5-1.5B", 1_543_714_304, (12, 2), 32768, (1000000.0, 1.0), None),
         (Qwen2Config, "2.5-3B", 3_085_938_688, (16, 2), 32768, (1000000.0, 1.0), None),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.models.common.attention_inputs import attention_inputs
 from titanlike.models.common.document_mask import Mask
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.moe.model import MixtureBlock, add_counts
@@ -53,7 +54,7 @@ def multi_token_loss(
     number = config.num_mtp_layers
     # The embedding and the LM head are each called once, with more sequences, so that FSDP reduces their gradients once.
     h, *embeddings = model.tok_embeddings(torch.cat((tokens, *next_tokens.unbind(-1)))).chunk(1 + number)
-    inputs = model.attention_inputs(tokens, position_ids, document_ids)
+    inputs = attention_inputs(model, tokens, position_ids, document_ids)
     h, counts = model.run_blocks(h, None, inputs)
     states = [model.norm(h)]
     for i, embedding in enumerate(embeddings):

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.layers import DotProductAttention, UnitOffsetRMSNorm
 from titanlike.models.common.rope import apply_rope
-from titanlike.models.common.windows import local_and_global
 from titanlike.models.gemma.config import Gemma3Config, GemmaConfig
-from titanlike.models.llama.model import Attention, AttentionInputs, FeedForward, Llama
+from titanlike.models.llama.model import Attention, FeedForward, Llama
 
 
 class Gemma(Llama):
@@ -39,11 +38,6 @@ class Gemma(Llama):
         h = super().embed(tokens)
         # Rounded to the dtype of the activations, as published models were trained.
         return h * torch.tensor(self.config.dim**0.5, dtype=h.dtype)
-
-    def attention_inputs(
-        self, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
-    ) -> dict[str, AttentionInputs]:
-        return local_and_global(self, tokens, position_ids, document_ids)
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.layers import DotProductAttention
 from titanlike.models.common.rope import apply_rope
-from titanlike.models.common.windows import local_and_global
 from titanlike.models.gpt_oss.config import GptOssConfig
-from titanlike.models.llama.model import Attention, AttentionInputs
+from titanlike.models.llama.model import Attention
 from titanlike.models.moe.model import MoeLlama
 
 
@@ -28,11 +27,6 @@ class GptOss(MoeLlama):
     def build_attention(self, index: int) -> nn.Module:
         """Returns attention with sinks."""
         return SinkAttention(self.config, self.config.sliding_window if self.config.is_local(index) else 0)
-
-    def attention_inputs(
-        self, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
-    ) -> dict[str, AttentionInputs]:
-        return local_and_global(self, tokens, position_ids, document_ids)
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.common.attention_inputs import attention_inputs
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, LMHead, TiedLMHead
-from titanlike.models.common.rope import apply_rope, rotary_angles
+from titanlike.models.common.rope import apply_rope
 from titanlike.models.llama.config import LlamaFamilyConfig
-
-AttentionInputs = tuple[tuple[Tensor, Tensor], Mask | None]  # cosine and sine of the rotary angles, and the mask
 
 
 class Llama(nn.Module):
@@ -31,7 +30,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        self.document_mask = DocumentMask()
+        self.document_mask, self.local_mask = DocumentMask(), DocumentMask(window=config.sliding_window)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -62,7 +61,7 @@ class Llama(nn.Module):
             document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
         """
         h = tokens if self.tok_embeddings is None else self.embed(tokens)  # (B, T, D)
-        inputs = self.attention_inputs(tokens, position_ids, document_ids)
+        inputs = attention_inputs(self, tokens, position_ids, document_ids)
         for name, layer in self.layers.items():
             h = layer(h, *inputs[name])
         h = h if self.norm is None else self.norm(h)
@@ -72,15 +71,6 @@ class Llama(nn.Module):
         """Returns the hidden states (B, T, D) that the first block reads."""
         assert self.tok_embeddings is not None
         return self.tok_embeddings(tokens)
-
-    def attention_inputs(
-        self, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
-    ) -> dict[str, AttentionInputs]:
-        """Returns the rotary angles and the mask of each block, which all blocks share."""
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        shared = rotary_angles(self.config, position_ids), self.document_mask(document_ids, position_ids)
-        return dict.fromkeys(self.layers, shared)
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.bert.model import layer_norm
+from titanlike.models.common.attention_inputs import attention_inputs
 from titanlike.models.common.document_mask import DocumentMask, Mask
 from titanlike.models.common.init import fill
 from titanlike.models.common.layers import DotProductAttention, TiedLMHead
-from titanlike.models.common.windows import local_and_global
 from titanlike.models.llama.model import Attention
 from titanlike.models.modernbert.config import ModernBertConfig
 
@@ -58,7 +58,7 @@ class ModernBert(nn.Module):
         h = tokens
         if self.tok_embeddings is not None and self.embedding_norm is not None:
             h = self.embedding_norm(self.tok_embeddings(tokens))  # (B, T, D)
-        inputs = local_and_global(self, tokens, position_ids, document_ids)
+        inputs = attention_inputs(self, tokens, position_ids, document_ids)
         for name, layer in self.layers.items():
             h = layer(h, *inputs[name])
         h = self.norm(h) if self.norm is not None else h

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from titanlike.models.common.attention_inputs import AttentionInputs, attention_inputs
 from titanlike.models.common.document_mask import Mask
 from titanlike.models.common.experts import BalanceLoss, MixtureOfExperts
-from titanlike.models.llama.model import Attention, AttentionInputs, Block, FeedForward, Llama
+from titanlike.models.llama.model import Attention, Block, FeedForward, Llama
 from titanlike.models.moe.config import MoeConfig
 
 
@@ -47,7 +48,7 @@ class MoeLlama(Llama):
             counts: what the routers of previous pipeline stages have counted (B, 2, E). A stage returns it, too, with its own.
         """
         h = tokens if self.tok_embeddings is None else self.embed(tokens)  # (B, T, D)
-        h, counts = self.run_blocks(h, counts, self.attention_inputs(tokens, position_ids, document_ids))
+        h, counts = self.run_blocks(h, counts, attention_inputs(self, tokens, position_ids, document_ids))
         if counts is None and self.balance_loss is not None and torch.is_grad_enabled():  # a stage of dense blocks
             counts = h.new_zeros((h.shape[0], 2, self.config.num_experts), dtype=torch.float32)
         h = h if self.norm is None else self.norm(h)

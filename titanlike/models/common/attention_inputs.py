@@ -1,4 +1,4 @@
-"""Models in which some blocks have sliding-window attention, with rotary angles of their own."""
+"""What the attention of all blocks reads. Some may have sliding-window attention, with rotary angles of their own."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from torch import Tensor
 from titanlike.models.common.document_mask import Mask
 from titanlike.models.common.rope import rotary_angles
 
+AttentionInputs = tuple[tuple[Tensor, Tensor], Mask | None]  # cosine and sine of the rotary angles, and the mask
 
-def local_and_global(
+
+def attention_inputs(
     model: Any, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
-) -> dict[str, tuple[tuple[Tensor, Tensor], Mask | None]]:
+) -> dict[str, AttentionInputs]:
     """Returns the rotary angles and the mask of each block, once for all blocks with sliding-window attention, and once for others.
     The masks are the model's `local_mask` and `document_mask`."""
     if position_ids is None:
