@@ -27,6 +27,7 @@ from tests.training import (
     QWEN2,
     QWEN3,
     SHARED_EXPERTS,
+    SMOLLM3,
     full_tensor,
     mesh_of,
     tiny,
@@ -48,6 +49,7 @@ OPTIONS: dict[str, Any] = {
 ENCODERS: dict[str, Any] = {"BERT": BERT, "ModernBERT": MODERNBERT}
 MODELS = {
     "Mistral": MISTRAL,
+    "SmolLM3": SMOLLM3,
     "Qwen2": QWEN2,
     "Qwen3": QWEN3,
     "Gemma 2": GEMMA2,
@@ -58,6 +60,7 @@ MODELS = {
 # The parameters of each block, or of an encoder's head, that only these families have. They are constants before the first step.
 OWN: dict[str, tuple[str, ...]] = {
     "mistral": (),
+    "smollm3": (),
     "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
     "qwen3": ("q_norm.weight", "k_norm.weight"),
     "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
@@ -85,6 +88,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP", "BERT, TP", "ModernBERT, FSDP", "ModernBERT, CP, documents")
 SLOW = (
+    "SmolLM3, PP zbv x TP", "SmolLM3, TP x FSDP, compiled, selective",
     "Mistral, CP x TP", "Mistral, TP x FSDP, compiled, selective",
     "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
     "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",

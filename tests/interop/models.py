@@ -24,6 +24,7 @@ from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
+from titanlike.models.smollm3.config import SmolLM3Config
 from titanlike.models.t5.config import T5Config
 
 SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
@@ -60,6 +61,8 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
     "Mistral": MistralConfig(**GROUPED, head_dim=24),
     "Mistral, window": MistralConfig(**GROUPED, head_dim=24, sliding_window=40),
+    "SmolLM3": SmolLM3Config(**GROUPED | dict(num_layers=5), no_rope_every=2),
+    "SmolLM3, all with RoPE": SmolLM3Config(**GROUPED, no_rope_every=0),
     "Qwen2": Qwen2Config(**GROUPED),
     "Qwen3": Qwen3Config(**GROUPED, head_dim=24),
     "Gemma 2": Gemma2Config(**GEMMA, attention_soft_cap=5.0, logit_soft_cap=4.0),

@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rope_original_seq_len": (8, 16, 32, 4096), "rope_mscale": (1.0, 0.707, 2.0),
     "query_scalar": (1.0, 8.0, 7.5, 64.0), "logit_soft_cap": (0.0, 4.0), "attention_soft_cap": (0.0, 5.0),
     "sliding_window": (0, 1, 2, 4, 8, 48, 100), "sliding_window_pattern": (0, 1, 2, 3, 5, 9),
-    "global_attention_every": (1, 2, 3, 4, 9),
+    "global_attention_every": (1, 2, 3, 4, 9), "no_rope_every": (0, 1, 2, 3, 9),
     "num_experts": (2, 3, 4, 6, 8), "experts_per_token": (1, 2, 3, 4), "balance_loss": (0.0, 0.1),
     "num_shared_experts": (0, 1, 2, 2),
     "router_score": ("softmax", "sigmoid"), "normalize_router": (True, False), "router_scale": (1.0, 2.5),
@@ -161,7 +161,8 @@ OF_GEMMA = {"hidden_act", "sliding_window_pattern"}
 OF_EXPERTS = {"output_router_logits", "router_aux_loss_coef"}
 OF_DEEPSEEK = {*OF_EXPERTS, "head_dim", "pretraining_tp", "qk_head_dim"}
 WITHOUT_EFFECT = {
-    "llama": {"pretraining_tp"}, "mistral": set(), "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
+    "llama": {"pretraining_tp"}, "mistral": set(),
+    "smollm3": {"no_rope_layer_interval", *OF_QWEN}, "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
     "gemma3": {*OF_GEMMA, "_sliding_window_pattern"}, "mixtral": OF_EXPERTS, "gpt_oss": OF_EXPERTS,
     "qwen3_moe": {*OF_EXPERTS, "intermediate_size", "num_local_experts"}, "deepseek_v2": OF_DEEPSEEK,
     "deepseek_v3": {*OF_DEEPSEEK, "num_nextn_predict_layers"},

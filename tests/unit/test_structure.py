@@ -39,7 +39,7 @@ LAYERS_OF_TOOLS = [
     {"adapter", "data", "harness", "planning", "programs", "trace"},
     {"arguments", "figure", "inference", "metrics_file", "output_files", "rich_console", "schema"},
 ]
-MAX_CORE_LINES = 29_270
+MAX_CORE_LINES = 29_354
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents and path.name != "__main__.py"]
 
