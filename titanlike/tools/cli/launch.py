@@ -206,7 +206,7 @@ def _write_with_wheel(job: ClusterJob, folder: Path, files: Callable[[str], dict
 def _submit(arguments: argparse.Namespace, job: ClusterJob, folder: Path, command: list[str]) -> int:
     print(job.planned.rstrip())
     files = ", ".join(sorted(file.name for file in folder.iterdir()))
-    print(f"wrote {folder}: {files}; run {job.recipe.run.name}")
+    print(f"wrote {folder}: {files}; run {job.recipe.run.name}", flush=True)  # before what the command prints
     if arguments.dry_run:
         print(f"to submit: {shlex.join(command)}")
         return 0
