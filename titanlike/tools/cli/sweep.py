@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         settings = {key: dimension.extremes()[0] for key, dimension in plan.dimensions.items()}
         command = run_command(plan, 0, settings)
-        print(f"command {shlex.join(command)}")
+        print(f"command {shlex.join(command)}", flush=True)  # before what it prints
         if plan.sweep.resources.backend == "sagemaker":
             command[command.index(str(plan.path / "recipe.toml"))] = str(plan.recipe)
             return subprocess.run([*command, "--dry-run"], check=False).returncode
