@@ -25,7 +25,7 @@ from titanlike.distributed import autograd_collectives as collectives
 from titanlike.float8.linear import apply_float8
 from titanlike.float8.tensor_parallel import share_scales
 from titanlike.models.common.init import initialize
-from titanlike.models.llama.model import rotary_angles
+from titanlike.models.common.rope import rotary_angles
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.tensor import apply_tensor
