@@ -130,12 +130,6 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def test_the_wheel_has_all_packages() -> None:
-    listed = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent.relative_to(ROOT) for path in SOURCES if path.name == "__init__.py"}
-    assert set(listed) - {"titanlike.recipes", "titanlike.train_configs"} == {".".join(path.parts) for path in folders}
-
-
 def test_the_core_keeps_its_budget_of_lines() -> None:
     """And the README states the sizes."""
     core, tools = lines_of(CORE_SOURCES), lines_of(set(SOURCES) - set(CORE_SOURCES))
