@@ -30,8 +30,8 @@ PACKAGES = CODE | DOCUMENTATION | LANGUAGES
 
 
 def texts_of(package: str, endings: tuple[str, ...], folder: Path, size: int) -> Iterator[str]:
-    """Yields at least `size` bytes of the texts of a package, which is downloaded into a folder."""
-    subprocess.run(["apt-get", "download", "-qq", package], cwd=folder, check=True, stderr=subprocess.DEVNULL)
+    """Yields texts of a package, which is downloaded into a folder, until they have `size` bytes."""
+    subprocess.run(["apt-get", "download", "-qq", package], cwd=folder, check=True)
     (file,) = folder.glob(f"{package}_*.deb")
     unpacked = folder / package
     subprocess.run(["dpkg-deb", "-x", file, unpacked], check=True)

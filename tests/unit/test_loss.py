@@ -318,7 +318,7 @@ def test_where_a_loss_does_not_start_from_the_factor_autograd_adds(options: Any)
 @pytest.mark.usefixtures("factor_on_cpu")
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(dict(unused=1), "no part of"), (dict(scales=(1.0, 0.5, 1.0)), "is scaled, unlike")],
+    [(dict(unused=1), "does not return a loss"), (dict(scales=(1.0, 0.5, 1.0)), "scales this micro-batch")],
     ids=["not used", "scaled"],
 )
 def test_a_loss_that_was_added_to_the_gradient_has_to_be_that_of_the_backward_pass(options: Any, message: str) -> None:

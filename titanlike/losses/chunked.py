@@ -87,7 +87,7 @@ def gradient_factor(value: Tensor) -> Iterator[None]:
     try:
         yield
         if factor.in_weight:
-            raise RuntimeError("a loss was computed with gradients, and is no part of what the objective returned")
+            raise RuntimeError("the objective does not return a loss that it computed; use torch.no_grad() for it")
     finally:
         _factor = None
 
@@ -177,7 +177,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = [None if gradient is None else gradient.to(dtype) for gradient, dtype in found]
         else:
             if ctx.in_weight:
-                raise RuntimeError("the loss of a micro-batch is scaled, unlike that of those before")
+                raise RuntimeError("the objective scales this micro-batch's loss and not the last one's; scale both")
             rest = scale if factor is None else scale / factor
             gradients = [
                 None if gradient is None else scaled(gradient, rest, dtype, inplace=ctx.inplace)

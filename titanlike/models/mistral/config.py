@@ -47,7 +47,7 @@ class MistralConfig(LlamaFamilyConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        # Early folders have no head dimension; that of a null is the same.
+        # Folders without a head dimension: the heads share the width of the model, as in transformers.
         values = {
             **values,
             "head_dim": values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],

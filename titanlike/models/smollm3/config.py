@@ -29,7 +29,7 @@ class SmolLM3Config(LlamaFamilyConfig):
     hf_architecture = "SmolLM3ForCausalLM"
     hf_model_type = "smollm3"
     hf_fixed: ClassVar = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    hf_unused: ClassVar = {"sliding_window": None, "pad_token_id": None}  # it is the published tokenizer's by default
+    hf_unused: ClassVar = {"sliding_window": None, "pad_token_id": None}  # by default, 128004
     sizes = SMOLLM3_SIZES
 
     def has_rope(self, index: int) -> bool:
