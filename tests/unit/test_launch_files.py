@@ -38,6 +38,16 @@ def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
     }  # fmt: skip
     assert f"-m titanlike.run.launch {out}/recipe.toml" in file.read_text()
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+    # An option that only HyperPod's srun has.
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$1"\n')
+    srun.chmod(0o755)
+    variables = environment(SLURM_JOB_ID="1") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for cluster, first in (("/nowhere", "--ntasks-per-node=1"), (tmp_path, "--auto-resume=1")):
+        script = file.read_text().replace("/opt/sagemaker_cluster", str(cluster))
+        assert (
+            subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True).stdout == f"{first}\n"
+        )
     # The recipe of the job: with a name, so that a requeued job resumes, and with time to save.
     recipe = load(PretrainRecipe, out / "recipe.toml")
     assert recipe.run.name.startswith("llama3_8b-") and recipe.run.shutdown_timeout == 90
@@ -61,6 +71,7 @@ def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
         ("slurm", ["--grace=30"], "--grace 30 leaves no time for a last checkpoint; give 60 or more"),
         ("kubernetes", ["--image=i"], "give --claim, a volume that all pods mount, or --checkpoint.dir=s3://bucket/runs"),
         ("kubernetes", ["--image=i", "--hardware=h10"], "h100"),
+        ("kubernetes", ["--image=i", "--hardware=ml.p5.4xlarge"], "--gpus-per-node 8: ml.p5.4xlarge has 1; give --gpus-per-node 1"),
         # Names that would be something else in a file or on a command line.
         ("kubernetes", ["--image=i", "--claim=a b"], "--claim a b is not a name; use letters"),
         ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not a name"),
@@ -135,6 +146,27 @@ def test_train_job_has_the_same_job_set(tmp_path: Path, cli: Cli) -> None:
     assert template == job_set["spec"]
     assert training["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "my-run-1"
     assert training["spec"]["trainer"] == {"numNodes": 2, "image": "registry/titanlike:1"}
+
+
+def test_hyperpod_job(tmp_path: Path, cli: Cli) -> None:
+    options = ["--nodes=2", "--claim=shared", "--grace=100", "--hardware=ml.p5.48xlarge"]
+    config, job = manifests(cli, tmp_path / "a", "hyperpod", *options)
+    assert config["metadata"]["name"] == job["metadata"]["name"] == "my-run-1"
+    (node,) = job["spec"]["replicaSpecs"]
+    pod = node["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["spec"]["nprocPerNode"], node["replicas"]) == ("8", 2)
+    assert container["command"][:4] == ["hyperpodrun", "--nnodes=2", "--nproc-per-node=8", "--shutdown-timeout=70"]
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.p5.48xlarge"}
+    # The operator gives each pod its rank.
+    assert container["env"] == [{"name": "FI_PROVIDER", "value": "efa"}] and "initContainers" not in pod
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}
+    # Half of a node has half of its interfaces; a single node and another GPU have none.
+    for others, efa in ((["--gpus-per-node=4"], 16), (["--nodes=1"], None), (["--hardware=h100"], None)):
+        _, job = manifests(cli, tmp_path / str(others), "hyperpod", *options, *others)
+        (container,) = job["spec"]["replicaSpecs"][0]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"].get("vpc.amazonaws.com/efa") == efa
 
 
 def sky_task(monkeypatch: pytest.MonkeyPatch, cli: Cli, out: Path, *options: str) -> dict[str, Any]:

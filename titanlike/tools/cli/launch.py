@@ -25,12 +25,14 @@ of the job, as a run does. The run's name is fixed, so that a job that is preemp
 
   titanlike launch slurm llama3_8b --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
   titanlike launch kubernetes llama3_8b --nodes 4 --image registry/titanlike:1 --claim training
+  titanlike launch kubernetes llama3_8b --nodes 4 --image ECR/titanlike:1 --claim fsx --kind hyperpod --hardware ml.p5.48xlarge
   titanlike launch skypilot llama3_8b --nodes 2 --spot --checkpoint.dir=gs://bucket/runs
   titanlike launch sagemaker llama3_8b --nodes 4 --role ARN --channel data.path=s3://bucket/tokens
   titanlike launch docker llama3_8b --image registry/titanlike:1
 
 --dry-run submits nothing: it writes the files or, for SageMaker, prints the request."""
 
+KINDS = {"jobset": kubernetes.job_set, "trainjob": kubernetes.train_job, "hyperpod": kubernetes.hyperpod_job}
 TIME_LIMIT = r"(\d+-)?\d+(:\d\d){0,2}"  # of Slurm: minutes, hours:minutes:seconds, days-hours
 
 
@@ -43,7 +45,7 @@ def add(commands: Any) -> None:
         (
             "kubernetes",
             _kubernetes,
-            "Writes the manifests of a JobSet or a Kubeflow TrainJob and applies them with kubectl.",
+            "Writes the manifests of a JobSet, a Kubeflow TrainJob or a job of SageMaker HyperPod and applies them with kubectl.",
         ),
         ("skypilot", _skypilot, "Writes the task of a managed job and submits it with sky."),
         ("sagemaker", _sagemaker, "Uploads the library and the recipe to S3 and submits a training job of SageMaker."),
@@ -53,6 +55,8 @@ def add(commands: Any) -> None:
         command.add_argument("recipe", metavar="RECIPE", help=f"recipe; {OVERRIDE_TEXT}")
         command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
         text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
+        if target == "kubernetes":
+            text += "; its interfaces of EFA are requested, and --kind hyperpod selects nodes of an instance type"
         if target == "sagemaker":
             text = "hardware of an instance type that is not known (default: the instance type)"
         command.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)
@@ -75,8 +79,10 @@ def add(commands: Any) -> None:
             command.add_argument("--claim", default="", metavar="NAME", help=text)
             text = "secret with environment variables, such as S3 credentials"
             command.add_argument("--secret", default="", metavar="NAME", help=text)
-            text = "JobSet, or Kubeflow's TrainJob with a runtime of its own"
-            command.add_argument("--kind", choices=["jobset", "trainjob"], default="jobset", help=text)
+            text = (
+                "JobSet, Kubeflow's TrainJob with a runtime of its own, or the HyperPodPyTorchJob of SageMaker HyperPod"
+            )
+            command.add_argument("--kind", choices=KINDS, default="jobset", help=text)
         elif target == "skypilot":
             text = "SkyPilot's name of the GPU, such as A100-80GB"
             command.add_argument("--accelerator", default="H100", metavar="NAME", help=text)
@@ -137,8 +143,8 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
             "a pod that is replaced loses its checkpoints; give --claim, a volume that all pods mount, or "
             "--checkpoint.dir=s3://bucket/runs"
         )
-    make = kubernetes.job_set if arguments.kind == "jobset" else kubernetes.train_job
-    manifests = make(job, arguments.image, arguments.claim, arguments.secret)
+    options = kubernetes.PodOptions(arguments.image, arguments.claim, arguments.secret)
+    manifests = KINDS[arguments.kind](job, options)
     folder = arguments.out or Path("launch", job.name)
     file = f"{arguments.kind}.yaml"
     job.write(folder, {file: yaml.safe_dump_all(manifests, sort_keys=False)})

@@ -12,6 +12,7 @@ from titanlike.distributed import environment
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.output_files import writing
+from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import SHIPPED, known_sections, load_known, options_of, run_program
 
 MIN_GRACE = 60  # seconds
@@ -39,11 +40,21 @@ class ClusterJob:
     """Seconds between the stop signal and the end of the job."""
     planned: str
     """What `--check` printed: the recipe is valid, and its planned memory, speed and cost."""
+    hardware: str
+    """Name or file of the nodes' hardware. "": unknown."""
 
     @property
     def gpus_per_node(self) -> int:
         """GPUs to request: one per process, and none on the CPU."""
         return self.processes_per_node if self.recipe.run.allows_cuda else 0
+
+    @property
+    def efa_interfaces(self) -> int:
+        """Interfaces of AWS's EFA to request per node: those of its GPUs, and none for a single node."""
+        if not self.hardware or self.num_nodes == 1:
+            return 0
+        hardware = load_hardware(self.hardware)
+        return hardware.efa_interfaces * self.gpus_per_node // hardware.gpus_per_node
 
     def write(self, folder: Path, files: Mapping[str, str]) -> None:
         """Writes files into a folder that is new or empty. Raises `UserError` if it is not."""
@@ -72,7 +83,7 @@ def make_job(
         overrides: Its keys on the command line.
         num_nodes: Number of nodes.
         processes_per_node: Number of processes of a node.
-        hardware: Hardware of the plan, or "" for that of the recipe.
+        hardware: Hardware of the nodes and of the plan, or "" for that of the recipe.
         grace: Seconds between the stop signal and the end of the job.
         program_beside_recipe: Whether the program is copied beside the recipe, or used where it is.
     """
@@ -90,6 +101,9 @@ def make_job(
             f"checkpoint.resume_from = {recipe.checkpoint.resume_from}: each restart of the job would go back to that step; resume "
             "from it with ./run_train.sh first, and the job resumes from the newest checkpoint"
         )
+    gpus = load_hardware(hardware).gpus_per_node if hardware.startswith("ml.") else processes_per_node
+    if processes_per_node > gpus and recipe.run.allows_cuda:
+        raise UserError(f"--gpus-per-node {processes_per_node}: {hardware} has {gpus}; give --gpus-per-node {gpus}")
     name = recipe.run.name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
     keys = {
         **overrides,
@@ -112,6 +126,7 @@ def make_job(
         processes_per_node=processes_per_node,
         grace=grace,
         planned=planned,
+        hardware=hardware or recipe.metrics.hardware,
     )
 
 

@@ -1,9 +1,10 @@
-"""Manifests of a Kubernetes job: a JobSet, or a Kubeflow TrainJob whose runtime has the same JobSet."""
+"""Manifests of a Kubernetes job: a JobSet, a Kubeflow TrainJob whose runtime has the same JobSet, or HyperPod's job."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from titanlike.distributed.environment import DEFAULT_PORT
-from titanlike.tools.clusters.cluster_job import STOPPED, USER_ERROR, ClusterJob
+from titanlike.tools.clusters.cluster_job import EXIT_MARGIN, STOPPED, USER_ERROR, ClusterJob
 
 Manifest = dict[str, Any]
 
@@ -15,25 +16,41 @@ USER = 1000  # of the image that `titanlike launch docker` builds
 MAX_RESTARTS = 3
 WAIT_FOR_NAME = 'until getent hosts "$MASTER_ADDR"; do sleep 1; done'
 STEP_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+LAUNCH = ["-m", "titanlike.run.launch", f"{RECIPE_FOLDER}/recipe.toml"]
+
+AGENT_PORT = 8080  # on which HyperPod's agent listens for its operator
+# Of HyperPod: in six hours, three restarts of the processes, then one of all pods. A fault of a node counts, too, so that a long
+# job needs more than three.
+RESTART_POLICY = {
+    "numRestartBeforeFullJobRestart": MAX_RESTARTS,
+    "maxFullJobRestarts": 1,
+    "evalPeriodSeconds": 6 * 3600,
+}
+HYPERPOD_RESTARTS = 50
 
 
-def job_set(job: ClusterJob, image: str, claim: str, secret: str) -> list[Manifest]:
-    """Returns the manifests of a JobSet.
+@dataclass(frozen=True)
+class PodOptions:
+    """What the pods of a job need of the cluster."""
 
-    Args:
-        job: The job. Its name is a DNS label.
-        image: Container image with titanlike.
-        claim: Persistent volume claim for the working directory: data, run directories and checkpoints. "" for none.
-        secret: Secret whose entries are environment variables, such as credentials of an object store. "" for none.
-    """
+    image: str
+    """Container image with titanlike."""
+    claim: str
+    """Persistent volume claim for the working directory: data, run directories and checkpoints. "" for none."""
+    secret: str
+    """Secret whose entries are environment variables, such as credentials of an object store. "" for none."""
+
+
+def job_set(job: ClusterJob, options: PodOptions) -> list[Manifest]:
+    """Returns the manifests of a JobSet. The name of the job is a DNS label."""
     kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
-    return [_config_map(job), {**kind, "metadata": {"name": job.name}, "spec": _spec(job, image, claim, secret)}]
+    return [_config_map(job), {**kind, "metadata": {"name": job.name}, "spec": _spec(job, options)}]
 
 
-def train_job(job: ClusterJob, image: str, claim: str, secret: str) -> list[Manifest]:
-    """Returns the manifests of a TrainJob with a training runtime of its own. The arguments are the same as for `job_set`."""
+def train_job(job: ClusterJob, options: PodOptions) -> list[Manifest]:
+    """Returns the manifests of a TrainJob with a training runtime of its own."""
     version = "trainer.kubeflow.org/v1alpha1"
-    spec = _spec(job, image, claim, secret)
+    spec = _spec(job, options)
     spec["replicatedJobs"][0]["template"]["metadata"] = {"labels": STEP_LABEL}
     runtime = {
         "apiVersion": version,
@@ -46,9 +63,31 @@ def train_job(job: ClusterJob, image: str, claim: str, secret: str) -> list[Mani
         "apiVersion": version,
         "kind": "TrainJob",
         "metadata": {"name": job.name},
-        "spec": {"runtimeRef": reference, "trainer": {"numNodes": job.num_nodes, "image": image}},
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": job.num_nodes, "image": options.image}},
     }
     return [_config_map(job), runtime, training]
+
+
+def hyperpod_job(job: ClusterJob, options: PodOptions) -> list[Manifest]:
+    """Returns the manifests of a job of SageMaker HyperPod's training operator, whose agent starts the processes of a pod."""
+    # The agent is process 1 and receives SIGTERM before a pod is deleted.
+    timeout = f"--shutdown-timeout={job.grace - EXIT_MARGIN}"
+    agent = ["hyperpodrun", f"--nnodes={job.num_nodes}", f"--nproc-per-node={job.processes_per_node}", timeout]
+    pod = _pod(job, options, [*agent, *LAUNCH], [])
+    pod["containers"][0]["ports"] = [{"containerPort": AGENT_PORT}]
+    if job.hardware.startswith("ml."):
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.hardware}
+    training = {
+        "apiVersion": "sagemaker.amazonaws.com/v1",
+        "kind": "HyperPodPyTorchJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "nprocPerNode": str(job.processes_per_node),
+            "replicaSpecs": [{"name": REPLICATED_JOB, "replicas": job.num_nodes, "template": {"spec": pod}}],
+            "runPolicy": {"jobMaxRetryCount": HYPERPOD_RESTARTS, "restartPolicy": RESTART_POLICY},
+        },
+    }
+    return [_config_map(job), training]
 
 
 def _config_map(job: ClusterJob) -> Manifest:
@@ -56,8 +95,24 @@ def _config_map(job: ClusterJob) -> Manifest:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name}, "data": data}
 
 
-def _spec(job: ClusterJob, image: str, claim: str, secret: str) -> Manifest:
+def _spec(job: ClusterJob, options: PodOptions) -> Manifest:
     """Returns the specification of the JobSet: one Job with a pod per node, under a headless service."""
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    address = {"name": "MASTER_ADDR", "value": f"{job.name}-{REPLICATED_JOB}-0-0.{job.name}"}
+    numbers = {"NNODES": job.num_nodes, "NPROC": job.processes_per_node, "MASTER_PORT": DEFAULT_PORT}
+    variables = [{"name": name, "value": str(value)} for name, value in numbers.items()]
+    # Not a shell: the launcher is process 1 and receives SIGTERM before a pod is deleted.
+    pod = _pod(job, options, ["python", *LAUNCH], [*variables, {"name": "NODE_RANK", "valueFrom": index}, address])
+    pod |= {"restartPolicy": "Never", "securityContext": {"fsGroup": USER}}
+    if job.num_nodes > 1:
+        # The launcher refuses a name that cannot be resolved.
+        wait = {
+            "name": "wait-for-node-0",
+            "image": options.image,
+            "command": ["sh", "-c", WAIT_FOR_NAME],
+            "env": [address],
+        }
+        pod["initContainers"] = [wait]
     node = {
         "parallelism": job.num_nodes,
         "completions": job.num_nodes,
@@ -69,7 +124,7 @@ def _spec(job: ClusterJob, image: str, claim: str, secret: str) -> Manifest:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": {"spec": _pod(job, image, claim, secret)},
+        "template": {"spec": pod},
     }
     return {
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
@@ -97,42 +152,30 @@ def _exit_codes(*values: int) -> Manifest:
     return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
 
-def _pod(job: ClusterJob, image: str, claim: str, secret: str) -> Manifest:
-    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    address = {"name": "MASTER_ADDR", "value": f"{job.name}-{REPLICATED_JOB}-0-0.{job.name}"}
-    variables = {"NNODES": job.num_nodes, "NPROC": job.processes_per_node, "MASTER_PORT": DEFAULT_PORT}
-    storage = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
-    gpus = {"nvidia.com/gpu": job.gpus_per_node}
+def _pod(job: ClusterJob, options: PodOptions, command: list[str], variables: list[Manifest]) -> Manifest:
+    """Returns the specification of a pod with one container, which runs a command with environment variables."""
+    workspace = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
+    volumes = {
+        RECIPE_FOLDER: {"name": "recipe", "configMap": {"name": job.name}},
+        WORKING_DIRECTORY: {"name": "workspace", **workspace},
+        "/dev/shm": {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # of NCCL; the default is 64 MiB
+    }
+    counts = {"nvidia.com/gpu": job.gpus_per_node, "vpc.amazonaws.com/efa": job.efa_interfaces}
+    limits = {name: count for name, count in counts.items() if count}
+    # Without it, if EFA is unavailable, NCCL falls back to sockets without an error.
+    provider = [{"name": "FI_PROVIDER", "value": "efa"}] if job.efa_interfaces else []
     container = {
         "name": CONTAINER,
-        "image": image,
-        # Not a shell: the launcher is process 1 and receives SIGTERM before a pod is deleted.
-        "command": ["python", "-m", "titanlike.run.launch", f"{RECIPE_FOLDER}/recipe.toml"],
+        "image": options.image,
+        "command": command,
         "workingDir": WORKING_DIRECTORY,
-        "env": [
-            *({"name": name, "value": str(value)} for name, value in variables.items()),
-            {"name": "NODE_RANK", "valueFrom": index},
-            address,
-        ],
-        **({"envFrom": [{"secretRef": {"name": secret}}]} if secret else {}),
-        **({"resources": {"limits": gpus}} if job.gpus_per_node else {}),
-        "volumeMounts": [
-            {"name": "recipe", "mountPath": RECIPE_FOLDER},
-            {"name": "workspace", "mountPath": WORKING_DIRECTORY},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
+        "env": [*variables, *provider],
+        **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
+        **({"resources": {"limits": limits}} if limits else {}),
+        "volumeMounts": [{"name": volume["name"], "mountPath": path} for path, volume in volumes.items()],
     }
-    # The launcher refuses a name that cannot be resolved.
-    wait = {"name": "wait-for-node-0", "image": image, "command": ["sh", "-c", WAIT_FOR_NAME], "env": [address]}
     return {
-        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace,
-        "securityContext": {"fsGroup": USER},
-        **({"initContainers": [wait]} if job.num_nodes > 1 else {}),
         "containers": [container],
-        "volumes": [
-            {"name": "recipe", "configMap": {"name": job.name}},
-            {"name": "workspace", **storage},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # of NCCL; the default is 64 MiB
-        ],
+        "volumes": list(volumes.values()),
     }

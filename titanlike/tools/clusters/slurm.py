@@ -24,7 +24,10 @@ export MAX_RESTARTS=${{MAX_RESTARTS:-3}}
 stopping='' step=''
 trap 'stopping=yes; [ -z "$step" ] || kill -USR1 "$step"' USR1
 
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait={grace} {command} &
+# An option of srun on SageMaker HyperPod, which then replaces a node that fails and requeues the job.
+resume=''
+[ ! -d /opt/sagemaker_cluster ] || resume=--auto-resume=1
+srun $resume --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait={grace} {command} &
 step=$!
 
 # A trapped signal interrupts `wait`, which returns the exit code of srun once srun has ended.

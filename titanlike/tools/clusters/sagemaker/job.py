@@ -79,7 +79,7 @@ def report(job: TrainingJob, bundle: Bundle) -> str:
     library = [size for name, size in sizes.items() if name.startswith("titanlike/")]
     lines = [
         f"job         {job.name}, of run {job.run}",
-        f"instances   {job.nodes}, {num_gpus} GPUs: {job.hardware.name}{', EFA' if job.hardware.efa else ''}",
+        f"instances   {job.nodes}, {num_gpus} GPUs: {job.hardware.name}{', EFA' if job.hardware.efa_interfaces else ''}",
         *([f"plan        {brief(plan)}"] if plan else []),
         f"image       {job.image}",
         f"code        {job.code}",

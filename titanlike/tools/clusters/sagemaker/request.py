@@ -201,7 +201,7 @@ def with_job_keys(job: TrainingJob, overrides: Mapping[str, str]) -> dict[str, s
 def container_environment(job: TrainingJob) -> dict[str, str]:
     """Returns the container's environment variables; the user's values take precedence."""
     variables = {"NCCL_DEBUG": "WARN"}
-    if job.hardware.efa and job.nodes > 1:
+    if job.hardware.efa_interfaces and job.nodes > 1:
         # Without it, if EFA is unavailable, NCCL silently falls back to sockets, which are 100 times slower.
         variables["FI_PROVIDER"] = "efa"
         if job.instance_type.startswith("ml.p"):
