@@ -1,4 +1,8 @@
-"""`titanlike launch kubernetes --kind hyperpod` beside the packages sagemaker-hyperpod and hyperpod-elastic-agent."""
+"""`titanlike launch kubernetes --kind hyperpod` beside AWS's own packages. Requires them:
+
+pip install --no-deps sagemaker-hyperpod hyperpod-elastic-agent && pip install "torch<2.12" fastapi uvicorn psutil
+pytest -n 0 -m slow tests/hyperpod
+"""
 
 import importlib.metadata
 import importlib.util
@@ -14,10 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launching import SMALL, Cli, environment, free_port, losses, records
+from tests.launching import ROOT, SMALL, Cli, environment, free_port, losses, records
 from titanlike.tools.planning.hardware import hardware_names, load_hardware
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,16 +48,15 @@ def launch(cli: Cli, out: Path, recipe: str, *options: str) -> tuple[dict[str, A
         "kubernetes",
         str(ROOT / "train_configs" / recipe),
         "--kind=hyperpod",
-        "--image=registry/titanlike:1",
+        "--image=i",
+        "--claim=fsx",
     ]
     cli(*words, f"--out={out}", "--dry-run", *options)
     config, job = yaml.safe_load_all((out / "hyperpod.yaml").read_text())
     return config, job
 
 
-@pytest.mark.parametrize(
-    "options", [["--nodes=2", "--claim=fsx", "--secret=keys", "--hardware=ml.p5.48xlarge"], ["--claim=fsx"]]
-)
+@pytest.mark.parametrize("options", [["--nodes=2", "--secret=keys", "--hardware=ml.p5.48xlarge"], []])
 def test_the_job_is_valid_in_the_published_schema(options: list[str], tmp_path: Path, cli: Cli) -> None:
     _, job = launch(cli, tmp_path / "out", "llama3_8b.toml", *options)
     schema = published("config/hyperpod_pytorch_job_unified_config")._HyperPodPytorchJob
@@ -107,7 +108,7 @@ class Agent:
 
 def test_two_pods_train_stop_at_sigterm_and_resume(tmp_path: Path, cli: Cli) -> None:
     keys = SMALL | {"training.steps": "300", "checkpoint.interval": "0", "run.device": "cpu", "run.name": "a"}
-    options = ["--nodes=2", "--gpus-per-node=1", "--claim=shared", *(f"--{key}={value}" for key, value in keys.items())]
+    options = ["--nodes=2", "--gpus-per-node=1", *(f"--{key}={value}" for key, value in keys.items())]
     config, job = launch(cli, tmp_path / "out", "debug.toml", *options)
     for name, text in config["data"].items():
         (tmp_path / name).write_text(text)

@@ -28,6 +28,7 @@ from benchmarks import (
     published_gpu,
     quality_results,
     real_model,
+    sagemaker_study,
     save_stall,
     soak,
     startup,
@@ -199,6 +200,10 @@ def test_a_page_shows_what_was_measured(page: str, measurement: str, text: Text)
 def test_the_plans_of_published_runs_are_those_of_today() -> None:
     recorded = json.loads((ROOT / "benchmarks/results/published_gpu.json").read_text())["runs"]
     assert recorded == published_gpu.plans(), "record them again (benchmarks/published_gpu.py)"
+
+
+def test_the_cost_of_the_study_is_that_of_today() -> None:
+    assert f"\n{sagemaker_study.cost()}\n" in (ROOT / "docs/sagemaker.md").read_text()
 
 
 def test_all_cases_are_measured() -> None:
