@@ -31,7 +31,7 @@ KEYS = {
     "recipe": "train_configs/debug.toml", "training.steps": 40, "training.global_batch_size": 4, "training.local_batch_size": 2,
     "checkpoint.interval": 10, "validation.interval": 0, "sample.tokens": 0,
 }  # fmt: skip
-# Runs a block of docs/sagemaker.md, and prints the request that the SDK sends to an emulated AWS.
+# Runs the estimator of docs/sagemaker.md or sagemaker/estimator.py, and prints the request that the SDK sends to an emulated AWS.
 REQUEST = """
 import json, sys
 from moto import mock_aws
@@ -138,14 +138,13 @@ def wheel(terminal: Terminal) -> None:
 
 
 def estimator(terminal: Terminal, sdk: str, python: Path) -> None:
-    """The request of the page's estimator, and a job of the debug recipe with the SDK's start command, killed and resumed."""
+    """The request of the estimator, and a job of the debug recipe with the SDK's start command, killed and resumed."""
     source = terminal.folder = terminal.home / "titanlike"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
-    block = blocks(ROOT / "docs/sagemaker.md", "python")[sdk == "v3"]
-    terminal.show(f"The estimator of docs/sagemaker.md with SDK {sdk}, up to the request:", "", *indented(block), "")
-    sent = block.replace(".fit(", ".fit(wait=False, inputs=").replace(
-        ".train(\n", ".train(\n    wait=False, logs=False,\n"
-    )
+    page = ROOT / ("sagemaker/estimator.py" if sdk == "v3" else "docs/sagemaker.md")
+    block = page.read_text() if sdk == "v3" else blocks(page, "python")[0]
+    terminal.show(f"The estimator of {page.relative_to(ROOT)}, up to the request:", "", *indented(block), "")
+    sent = block.replace(".fit(", ".fit(wait=False, inputs=").replace(").train(", ").train(wait=False, logs=False, ")
     account = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     given = terminal.environment(**account, SAGEMAKER_VALIDATE_ROLE="false")
     done = subprocess.run(
