@@ -3,6 +3,7 @@
     python -m benchmarks.speedrun --runs 5 --out benchmarks/results/speedrun_cpu.json     measures all subjects, in turns
     python -m benchmarks.speedrun --ingredients --out benchmarks/results/speedrun_cpu.json   adds each ingredient, on and off
     python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables of docs/speedrun.md
+    python -m benchmarks.speedrun --model init --out benchmarks/results/speedrun_init_cpu.json   the recipe of `titanlike init`
     python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
 
 Every run is the shipped training program with one recipe, by default `train_configs/debug.toml`, its data, its held-out part and
@@ -87,7 +88,18 @@ GPT2_SUBJECTS = {
     ),
     "muon": Subject("`train_configs/gpt2_124m_speedrun.toml`: Muon", {}),
 }  # fmt: skip
+INIT_SUBJECTS = {
+    "adamw": Subject(
+        "what `titanlike init` wrote before: AdamW, 16 sequences of 256 tokens",
+        OTHER_SETTINGS | {
+            "training.steps": "1000", "training.seq_len": "256", "optimizer.lr": "3e-3", "optimizer.muon_momentum": "0.95",
+            "schedule.warmup_steps": "100", "validation.batches": "8",
+        },
+    ),
+    "init": Subject("what it writes", {"training.steps": "1000", "validation.batches": "32"}),
+}  # fmt: skip
 MODELS = {
+    "init": Speedrun("debug", None, 50, INIT_SUBJECTS),
     "debug": Speedrun("debug", None, 5, DEBUG_SUBJECTS),
     "gpt2_124m": Speedrun("gpt2_124m_speedrun", 3.28, 125, GPT2_SUBJECTS),
 }

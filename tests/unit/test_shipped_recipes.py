@@ -64,6 +64,7 @@ SHIPPED = {
     "finetune_llama3_8b": (8_030_261_248, 8),
     "dpo_llama3_8b": (8_030_261_248, 8),
     "llama3_8b_float8": (8_030_261_248, 8),
+    **{f"stages/{name}": (1_746_624, 1) for name in ("pretrain", "decay", "chat")},
     **{f"study/{name}": (8_030_261_248, 8) for name in ("baseline", "compile", "float8", "float8_all_gather")},
     **{f"llama3_8b_128k{float8}": (8_030_261_248, 64) for float8 in ("", "_float8")},
     **{f"llama3_70b{float8}": (70_553_706_496, 256) for float8 in ("", "_float8")},
@@ -99,7 +100,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     program = next(
         (program for program in ("finetune", "dpo", "distill", "mlm", "seq2seq") if program in name), "pretrain"
     )
-    program = "mlm" if "bert" in name else "seq2seq" if "t5" in name else program
+    program = {"modernbert_base": "mlm", "t5_base": "seq2seq", "stages/chat": "finetune"}.get(name, program)
     assert program_of(path).stem == program
 
 

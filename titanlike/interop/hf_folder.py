@@ -83,13 +83,17 @@ def config_problems(
     section = "teacher" if key == "distillation.teacher" else "model"
     if type(found) is not type(model):
         return [f"{key} = {initial!r} is a {found.name} model, but {section}.name = {model.name!r}{remedy}"]
-    fields = [field.name for field in dataclasses.fields(model) if field.name not in NOT_COMPARED]  # type: ignore[arg-type]
-    different = [name for name in fields if not equal(getattr(found, name), getattr(model, name))]
     return [
         f"{key} = {initial!r} has {name} = {getattr(found, name)!r}, but {section}.{name} = {getattr(model, name)!r}{remedy}"
-        for name in different
+        for name in different_fields(found, model)
         if f"{section}.{name}" not in allow_changed
     ]
+
+
+def different_fields(found: TransformerConfig, model: TransformerConfig) -> list[str]:
+    """Returns the fields of a model that differ from another one of its class, and that its weights depend on."""
+    fields = [field.name for field in dataclasses.fields(model) if field.name not in NOT_COMPARED]  # type: ignore[arg-type]
+    return [name for name in fields if not equal(getattr(found, name), getattr(model, name))]
 
 
 def tensor_files(folder: Path) -> list[Path]:

@@ -41,8 +41,9 @@ DEFAULT_RECIPE = RECIPES / "debug.toml"
 class Arguments:
     """A parsed command line."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], *, many: bool = False) -> None:
         self.recipe = DEFAULT_RECIPE
+        self.recipes: list[Path] = []  # those that are named: with `many` any number, otherwise at most one
         self.names_recipe = False
         self.overrides: dict[str, str] = {}
         self.help: str | None = None  # a section, a key, "all", or "" for the list of sections
@@ -84,12 +85,18 @@ class Arguments:
                 elif name != OBJECTIVE and not name.startswith("sagemaker_"):
                     self.overrides.pop(name, None)  # the order of the options matters
                     self.overrides[name] = value
-        if len(paths) > 1:
-            raise UserError(f"{shown(' '.join(paths))}: give one recipe; an override is written --section.key=value")
-        if paths and not (paths[0] and paths[0].isprintable()):
-            raise UserError(f"{paths[0]!r} is not the name of a recipe: it is empty or contains control characters")
+        if len(paths) > 1 and not many:
+            raise UserError(
+                f"{shown(' '.join(paths))}: give one recipe (`titanlike train` trains several in order); an override is "
+                "written --section.key=value"
+            )
+        if unprintable := [path for path in paths if not (path and path.isprintable())]:
+            raise UserError(
+                f"{unprintable[0]!r} is not the name of a recipe: it is empty or contains control characters"
+            )
         if paths:
-            self.recipe, self.names_recipe = recipe_path(paths[0]), True
+            self.recipes = [recipe_path(path) for path in paths]
+            self.recipe, self.names_recipe = self.recipes[0], True
 
 
 @command_line()

@@ -11,13 +11,14 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import divisors, nearest, validate
 from titanlike.config.schema import describe
+from titanlike.config.shipped import RECIPES
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.data.tokens.token_files import is_token_file
 from titanlike.hardware.files import file_of_device
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.families import all_configs
 from titanlike.recipe import PretrainRecipe
-from titanlike.recipe.load import dump
+from titanlike.recipe.load import dump, read
 from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.search import Candidate, search
@@ -27,6 +28,8 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022)
 MAX_EPOCHS = 4  # more passes over the same text teach little (Muennighoff et al. 2023)
 MAX_DAYS = 7
 MAX_CPU_STEPS = 1000
+MEASURED = RECIPES / "debug.toml"
+"""The recipe of the model of its name whose optimizer, schedule and batch have been compared with others (docs/speedrun.md)."""
 MEMORY = 0.9  # fraction of a GPU to plan with
 WIDTH = 118  # characters of a comment
 ASSUMED_MFU = 0.4  # before there is a plan
@@ -112,12 +115,10 @@ def new_recipe(source: Source, num_gpus: int, hardware: Hardware, size: str) -> 
         size: Published size of the model, or "" to choose one.
     """
     model = find_model(size) if size else choose_model(num_gpus, hardware, source)
-    values = _values(source, max(num_gpus, 1), model)
+    values = _values(source, num_gpus, model)
     if not num_gpus:
         values["run"] = {"device": "cpu"}
-        steps = min(values["training"]["steps"], MAX_CPU_STEPS)
-        values["training"] |= {"compute_dtype": "float32", "steps": steps}
-        values["schedule"]["warmup_steps"] = steps // 10
+        values["training"]["compute_dtype"] = "float32"
         values["compile"] = {"mode": "none"}
         return _checked(values, 1)
     if not hardware.bfloat16:
@@ -141,15 +142,19 @@ def new_recipe(source: Source, num_gpus: int, hardware: Hardware, size: str) -> 
     return _checked(values, num_gpus)
 
 
-def _values(source: Source, ranks: int, model: TransformerConfig) -> dict[str, Any]:
+def _values(source: Source, num_gpus: int, model: TransformerConfig) -> dict[str, Any]:
     """Returns the recipe without its layout."""
-    parameters = model.num_parameters()
+    parameters, ranks = model.num_parameters(), max(num_gpus, 1)
     is_small = parameters < 1e7
-    seq_len = min(model.max_seq_len, _of(CONTEXT, parameters))
-    sequences = max(1, _of(BATCH_TOKENS, parameters) // seq_len)
+    measured = read(MEASURED)[0] if not num_gpus and model.size == MEASURED.stem else {}
+    batch = measured.get("training", {})
+    seq_len = batch.get("seq_len") or min(model.max_seq_len, _of(CONTEXT, parameters))
+    sequences = batch.get("global_batch_size") or max(1, _of(BATCH_TOKENS, parameters) // seq_len)
     sequences = -(-sequences // ranks) * ranks
     tokens = min(TOKENS_PER_PARAMETER * parameters, MAX_EPOCHS * source.num_tokens)
     steps = max(20, round(tokens / (sequences * seq_len)))
+    if not num_gpus:
+        steps = min(steps, MAX_CPU_STEPS)
     interval = max(1, min(500, steps // 10))
     tokenizer = source.tokenizer or {"encoding": "bytes" if is_small else "gpt2"}
     return {
@@ -163,9 +168,10 @@ def _values(source: Source, ranks: int, model: TransformerConfig) -> dict[str, A
             "seq_len": seq_len,
             "global_batch_size": sequences,
             "local_batch_size": divisors(sequences // ranks)[-1] if ranks > 1 else min(sequences, 8),
+            **{key: value for key, value in batch.items() if key == "max_norm"},
         },
-        "optimizer": {"lr": _of(LEARNING_RATES, parameters)},
-        "schedule": {"warmup_steps": min(steps // 10, 1000), "decay": "cosine"},
+        "optimizer": measured.get("optimizer") or {"lr": _of(LEARNING_RATES, parameters)},
+        "schedule": measured.get("schedule") or {"warmup_steps": min(steps // 10, 1000), "decay": "cosine"},
         "checkpoint": {"interval": interval},
         "validation": {"interval": interval},
         "sample": {"tokens": 100},
@@ -222,7 +228,7 @@ def commented(values: Mapping[str, Any], heading: str) -> str:
     """Returns a recipe as TOML, with a sentence of its documentation above each key."""
     keys = {(key.name, key.variant): key.doc for key in describe(PretrainRecipe)}
     ordered = {name: values[name] for name in PretrainRecipe.__dataclass_fields__ if name in values}
-    lines = textwrap.wrap(heading, WIDTH, initial_indent="# ", subsequent_indent="# ")
+    lines = [f"# {line}" for paragraph in heading.splitlines() for line in textwrap.wrap(paragraph, WIDTH - 2)]
     section = ""
     for line in dump(ordered).splitlines():
         key, _, value = line.partition(" = ")
@@ -235,6 +241,8 @@ def commented(values: Mapping[str, Any], heading: str) -> str:
             if not lines[-1].startswith("["):
                 lines.append("")
             lines.append(f"# {_sentence(doc, mentioned)}")
+        if len(line) > WIDTH:  # a list of tables
+            line = line.replace("[{", "[\n    {").replace("}, {", "},\n    {").replace("}]", "},\n]")
         lines.append(line)
     return "\n".join(line for line, after in zip(lines, [*lines[1:], "."], strict=True) if line or after) + "\n"
 

@@ -57,6 +57,10 @@ def run(arguments: argparse.Namespace) -> None:
     values = new_recipe.new_recipe(source, num_gpus, hardware, arguments.model)
     where = f"{num_gpus} x {hardware.name}" if num_gpus else "one process on a CPU"
     heading = f"Written by `titanlike init` for {where}. `{train_command()} --help all` describes all keys."
+    if "groups" in values["optimizer"]:
+        heading += (
+            f"\nOptimizer, schedule and batch are those of {new_recipe.MEASURED.name}: the best that were compared."
+        )
     write_text(path, new_recipe.commented(values, heading))
     training = values["training"]
     tokens = training["steps"] * training["global_batch_size"] * training["seq_len"]

@@ -4,6 +4,7 @@ import argparse
 import json
 import signal
 import sys
+from typing import NoReturn
 
 import titanlike
 from titanlike.config import UserError
@@ -11,6 +12,7 @@ from titanlike.config.base import nearest, shown
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer
+from titanlike.run.start import Arguments
 from titanlike.tools.cli import (
     compare,
     data,
@@ -28,6 +30,7 @@ from titanlike.tools.cli import (
     verify,
 )
 from titanlike.tools.cli.command import add_command, refuse_unknown
+from titanlike.tools.cli.train import train_stages
 from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 from titanlike.utils import system
@@ -58,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"titanlike {titanlike.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", add_help=False, help="Trains a recipe; see titanlike train --help")
+    commands.add_parser(
+        "train", add_help=False, help="Trains a recipe, or several one after the other; see titanlike train --help"
+    )
     for module in MODULES:
         module.add(commands)
     schema = add_command(commands, "schema", "Prints the JSON Schema of recipes, for editors.", _print_schema)
@@ -72,7 +77,7 @@ def main() -> None:
     """Runs the command named on the command line."""
     system.exit_on_interrupt()
     if sys.argv[1:2] == ["train"]:  # its arguments belong to the recipe's program
-        trainer.main(sys.argv[2:])
+        _train(sys.argv[2:])
     parser = build_parser()
     if not sys.argv[1:]:
         parser.print_help()
@@ -91,6 +96,16 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _train(argv: list[str]) -> NoReturn:
+    """Trains a recipe, or several one after the other."""
+    try:
+        if len(Arguments(argv, many=True).recipes) > 1:
+            sys.exit(train_stages(argv))
+    except UserError as error:
+        environment.fail(error)
+    trainer.main(argv)
 
 
 def _print_schema(arguments: argparse.Namespace) -> None:

@@ -40,6 +40,7 @@ recipe fits, otherwise with code 1.
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
   titanlike plan llama3_8b --gpus 8,64,512,4096 --figure scaling.png
   titanlike plan llama3_8b --gpus 8,64,512 --measured 6284
+  titanlike plan stages/pretrain stages/decay stages/chat --gpus 8
   titanlike plan torchtitan.toml --gpus 64    (or a script of Megatron-LM, or the config.json of a model)
   titanlike plan --calibrate mine.toml && titanlike plan debug --gpus 1 --hardware mine.toml"""
 
@@ -52,7 +53,7 @@ def add(commands: Any) -> None:
     """Adds `plan` to the commands of `titanlike`."""
     parser = add_command(commands, "plan", DESCRIPTION, run, overrides=RECIPE_KEYS)
     text = f"recipe, where {OVERRIDE_TEXT}, or a job of another program"
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=text)
+    parser.add_argument("recipe", nargs="*", metavar="RECIPE", help=f"{text}; several are the stages of one model")
     text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
     text = "hardware: a name of docs/planning.md, or a file"
@@ -130,6 +131,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     if arguments.calibrate:
         return _calibrate(arguments)
     counts = _counts(arguments)
+    if len(arguments.recipe) > 1:
+        return _stages(arguments, overrides, counts)
     if arguments.write and not arguments.search:
         raise UserError("--write needs --search, which finds the recipe to write")
     if arguments.search and len(counts) > 1:
@@ -148,7 +151,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     from titanlike.tools.programs import load_known
 
     hardware = load_hardware(arguments.hardware)
-    command_line = Arguments([arguments.recipe, *overrides])
+    command_line = Arguments([*arguments.recipe, *overrides])
     job = formats.convert(command_line.recipe, counts[0], dict(arguments.env), trust=arguments.trust)
     load = job.load if job else partial(load_known, command_line.recipe)
     recipe = load(command_line.overrides, _warn)
@@ -310,6 +313,38 @@ def _scaling(request: Request, counts: list[int]) -> int:
         draw_scaling(plans, request.arguments.figure)
         _print_written(request, request.arguments.figure)
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def _stages(arguments: argparse.Namespace, overrides: Sequence[str], counts: list[int]) -> int:
+    """Plans recipes that are trained one after the other."""
+    from titanlike.run.checks import check_recipe
+    from titanlike.run.start import Arguments
+    from titanlike.tools.planning import report
+    from titanlike.tools.planning.hardware import load_hardware
+    from titanlike.tools.planning.job import Job
+    from titanlike.tools.planning.plan import make_plan
+    from titanlike.tools.stages import load_stages
+
+    options = {"--search": arguments.search, "--write": arguments.write, "--figure": arguments.figure}
+    options |= {
+        "--measured": arguments.measured,
+        "--program": arguments.program,
+        f"--gpus {arguments.gpus}": counts[1:],
+    }
+    if used := [name for name, value in options.items() if value]:
+        raise UserError(f"{used[0]} is for one recipe; plan the stages one by one")
+    hardware = load_hardware(arguments.hardware)
+    command_line = Arguments([*arguments.recipe, *overrides], many=True)
+    stages = load_stages(command_line.recipes, command_line.overrides, on_ignored=_warn)
+    for stage in stages:
+        hardware.check_dtype(stage.recipe.training.compute_dtype)
+        check_recipe(stage.recipe, counts[0])
+    plans = {str(stage.path): make_plan(Job(stage.recipe, counts[0]), hardware) for stage in stages}
+    if arguments.json:
+        print(json.dumps(report.stages_as_json(plans), indent=1))
+    else:
+        report.print_stages(plans, _console())
+    return 0 if all(plan.fits for plan in plans.values()) else DOES_NOT_FIT
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -440,6 +441,45 @@ def print_scaling(points: Sequence[Point], mode: Mode, hardware: Hardware, conso
     for point in points:
         if point.plan is None:
             console.print(f"{point.num_gpus:,} GPUs: {point.problem}")
+
+
+def print_stages(plans: Mapping[str, Plan], console: Console) -> None:
+    """Prints the plans of recipes that are trained one after the other, and their sum."""
+    first, *_ = plans.values()
+    console.print(f"{first.job.recipe.model.label()} on {first.job.num_gpus:,} x {first.hardware.name}")
+    console.print()
+    has_price = first.dollars is not None
+    heads = ("tokens", "length", "GiB", "tokens/s/GPU", "hours", *(["dollars"] if has_price else []), "")
+    found = table("Stages", "recipe", *heads)
+    for path, plan in plans.items():
+        training = plan.job.recipe.training
+        numbers = [f"{training.num_tokens(training.steps):.3g}", f"{training.seq_len:,}", f"{plan.reserved / GIB:,.1f}"]
+        numbers += [f"{plan.tokens_per_second_per_gpu:,.0f}", number(plan.hours)]
+        numbers += [number(plan.dollars)] if plan.dollars is not None else []
+        found.add_row(Path(path).stem, *numbers, "" if plan.fits else "too large")
+    total = stages_as_json(plans)
+    hours, *ends = (number(seconds / 3600) for seconds in (total["run_seconds"], *total["run_seconds_range"]))
+    prices = [number(each) for each in (total["run_dollars"], *total["run_dollars_range"])] if has_price else []
+    found.add_row("all", f"{total['num_tokens']:.3g}", "", "", "", hours, *prices[:1], style="bold")
+    console.print(found)
+    console.print(f"range     {' to '.join(ends)} hours" + (f", ${' to $'.join(prices[1:])}" if has_price else ""))
+
+
+def stages_as_json(plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Returns the plans of recipes that are trained one after the other, and their sum."""
+    values = list(plans.values())
+    price = (values[0].hardware.dollars_per_gpu_hour or 0.0) * values[0].job.num_gpus
+    hours = [sum(plan.hours for plan in values)]
+    hours += [sum(plan.hours / getattr(plan.range, end) for plan in values) for end in ("high", "low")]
+    dollars = [price * each for each in hours] if price else [None] * 3
+    return {
+        "stages": [{"recipe": path} | as_json(plan) for path, plan in plans.items()],
+        "num_tokens": sum(plan.job.recipe.training.num_tokens(plan.job.recipe.training.steps) for plan in values),
+        "run_seconds": 3600 * hours[0],
+        "run_seconds_range": [3600 * each for each in hours[1:]],
+        "run_dollars": dollars[0],
+        "run_dollars_range": dollars[1:],
+    }
 
 
 def bar(share: float, width: int, console: Console) -> str:
