@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -72,7 +73,9 @@ def train_stages(argv: Sequence[str]) -> int:
 def _is_recipe_of_run(stage: Stage, values: Mapping[str, str]) -> bool:
     """Whether the run was trained with exactly this recipe."""
     stored = stage.folder / "recipe.toml"
-    resolved = to_toml(load_known(stage.path, values))
+    recipe = load_known(stage.path, values)
+    checkpoint = replace(recipe.checkpoint, resume_from=0, allow_changed=())  # not in the file of a run
+    resolved = to_toml(replace(recipe, checkpoint=checkpoint))
     return stored.exists() and tomli.loads(stored.read_text()) == tomli.loads(resolved)
 
 
