@@ -35,7 +35,7 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "sweep", "verify"},
+    {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "stages", "sweep", "verify"},
     {"adapter", "data", "harness", "planning", "programs", "trace"},
     {"arguments", "figure", "inference", "metrics_file", "output_files", "rich_console", "schema"},
 ]

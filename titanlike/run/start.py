@@ -43,8 +43,7 @@ class Arguments:
 
     def __init__(self, argv: Sequence[str], *, many: bool = False) -> None:
         self.recipe = DEFAULT_RECIPE
-        self.recipes: list[Path] = []  # those that are named: with `many` any number, otherwise at most one
-        self.names_recipe = False
+        self.recipes: list[Path] = []  # those that are named; several only if `many`
         self.overrides: dict[str, str] = {}
         self.help: str | None = None  # a section, a key, "all", or "" for the list of sections
         self.resolved = False
@@ -96,7 +95,7 @@ class Arguments:
             )
         if paths:
             self.recipes = [recipe_path(path) for path in paths]
-            self.recipe, self.names_recipe = self.recipes[0], True
+            self.recipe = self.recipes[0]
 
 
 @command_line()
@@ -255,7 +254,7 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
 def _check_program(program: Path, arguments: Arguments) -> None:
     """Raises `UserError` if another program than the running one is named, by the command line or the recipe."""
     override = arguments.overrides.get("program")
-    names_recipe = arguments.names_recipe or program.parent == PROGRAMS
+    names_recipe = bool(arguments.recipes) or program.parent == PROGRAMS
     is_named = override is not None or (names_recipe and "program" in read(arguments.recipe)[0])
     if program.suffix != ".py" or not is_named:
         return
