@@ -148,6 +148,7 @@ class Layer:
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[BlockCollectives]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
+    rowwise_matrices = model.rowwise_matrices
     for number, stage in stages.items():
         needs_grad = (number > 0 or job.recipe.trains_all_weights) and not job.forward_only
         for index, parameters in stage.blocks.items():
@@ -156,7 +157,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[BlockCollectives]:
             layers = []
             for owner, names in groupby(model.block_matrices(index), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                rowwise = linears.intersection(model.rowwise_matrices)
+                rowwise = linears.intersection(rowwise_matrices)
                 has_experts = experts and owner == "feed_forward"
                 layers.append(
                     Layer(
