@@ -90,6 +90,8 @@ CAPTURES = {
     ),
 }
 
+PLAN_PAGE = "titanlike plan llama3_8b --gpus 8 --hardware h100 --html"
+
 # Short runs that `comparison` compares: not long enough to say which settings are better.
 RUNS = {
     "muon": [],
@@ -111,6 +113,13 @@ def comparison(folder: Path) -> None:
     capture("comparison_table", Capture(f"titanlike compare {' '.join(runs)}", columns=150), folder)
     run(folder, "titanlike", "compare", *runs, "--html", "compare.html", "--png", str(FOLDER / "comparison.png"))
     page("comparison_page", f"file://{folder}/compare.html", folder, "1280,1240")
+
+
+def plan_page(folder: Path) -> None:
+    """Makes the pictures of the page of `titanlike plan`, light and dark."""
+    run(folder, *f"{PLAN_PAGE} plan.html".split())
+    for name, scheme in (("plan_page", 1), ("plan_page_dark", 0)):
+        page(name, f"file://{folder}/plan.html", folder, "1180,945", f"--blink-settings=preferredColorScheme={scheme}")
 
 
 def tensorboard(folder: Path) -> None:
@@ -232,7 +241,11 @@ def color_of(name: str) -> str | None:
 
 
 # The other pictures: the command, and what makes them.
-PAGES = {"comparison": ("titanlike compare", comparison), "tensorboard": ("tensorboard --logdir runs", tensorboard)}
+PAGES = {
+    "comparison": ("titanlike compare", comparison),
+    "plan_page": (PLAN_PAGE, plan_page),
+    "tensorboard": ("tensorboard --logdir runs", tensorboard),
+}
 NAMES = (*CAPTURES, *PAGES)
 
 

@@ -253,7 +253,7 @@ def test_mistakes_are_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytes
     ):
         error = cli("compare", *arguments, code=2).err
         assert message in error and error.count("\n") == 1
-    monkeypatch.setattr("titanlike.tools.figure.find_spec", lambda name: None)
+    monkeypatch.setattr("titanlike.tools.cli.compare.find_spec", lambda name: None)
     for option, package in (("--png", "matplotlib"), ("--html", "plotly")):
         message = f'error: {option} requires {package}; run: pip install "titanlike[plot]"'
         assert message in cli("compare", run, option, f"a.{option[2:]}", code=2).err

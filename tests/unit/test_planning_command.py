@@ -1,6 +1,8 @@
 """`titanlike plan` and `--check`: output for people and programs, and one sentence for each mistake."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,6 @@ from tests.launching import Cli
 from titanlike.run.checks import check_recipe
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import advice, checkpointing_modes
-from titanlike.tools.planning.figure import draw_memory, draw_scaling
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import make_plan
@@ -98,7 +99,7 @@ def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
         ((RECIPE, "--gpus=8", "--measured=-1"), "--measured -1: this recipe cannot have that speed on 8 x H100"),
         ((RECIPE, "--gpus=8", "--write=best.toml"), "--write needs --search"),
         ((RECIPE, "--gpus=8,16", "--search"), "--search takes one number of GPUs"),
-        ((RECIPE, "--gpus=8", "--figure=plan.pdf"), "give the name of a .png file"),
+        ((RECIPE, "--gpus=8", "--html=plan.pdf"), "give the name of a .html file"),
         ((RECIPE, "--gpus=8", "--search", f"--write={RECIPE}"), "exists and was not written by --search"),
         ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=16", "--search",
           "--parallelism.tensor=8", "--parallelism.pipeline=2"), "fits on 16 x H100 SXM 80 GB"),
@@ -136,14 +137,32 @@ def test_tables_fit_the_terminal(width: int) -> None:
     assert sum(bar > 0 for bar in bars) == 3
 
 
-def test_figures(tmp_path: Path) -> None:
-    recipe = load_known(Path(RECIPE), {})
-    plans = [make_plan(Job(recipe, count), H100) for count in (8, 64)]
-    draw_memory(plans[0], tmp_path / "memory.png")
-    draw_scaling(plans, tmp_path / "scaling.png")
-    for name in ("memory", "scaling"):
-        content = (tmp_path / f"{name}.png").read_bytes()
-        assert content.startswith(b"\x89PNG") and len(content) > 10_000
+def test_a_page_has_the_plans_of_the_commands_that_it_shows(cli: Cli, tmp_path: Path) -> None:
+    fixed = ["--parallelism.pipeline=1", "--training.local_batch_size=2", "--activation_checkpoint.mode=full"]
+    file = tmp_path / "plan.html"
+    printed = cli("plan", "debug", "--gpus=1,2", "--scaling=weak", "--json", "--html", file, *fixed)
+    assert f"wrote {file}" in printed.err
+    found = re.search(r'<script id="data" type="application/json">(.*)</script>', file.read_text())
+    assert found
+    data = json.loads(found[1])
+    candidates = data["candidates"]
+    seq_len = load_known(ROOT / "train_configs/debug.toml", {}).training.seq_len
+    expected = {
+        "gpus": {1, 2}, "seq_len": {seq_len // 2, seq_len, 2 * seq_len}, "layout": {"one GPU", "FSDP 2", "TP 2"},
+        "batch": {2}, "mode": {"full"},
+    }  # fmt: skip
+    assert {name: {each[name] for each in candidates} for name in expected} == expected
+    assert candidates[data["initial"]]["flags"] == ""
+    points = {(point["num_gpus"], point["run_seconds"]) for point in json.loads(printed.out)["points"]}
+    assert points < {(each["gpus"], each["hours"] * 3600) for each in candidates}
+    for each in candidates[::7]:
+        words = [*shlex.split(data["command"])[1:], f"--gpus={each['gpus']}", *shlex.split(each["flags"]), "--json"]
+        plan = json.loads(cli(*words).out)
+        assert each["reserved"] == plan["peak_reserved_bytes"] and each["hours"] * 3600 == plan["run_seconds"]
+        assert ["float8" in each["precision"], each["batch"]] == [
+            "float8" in each["flags"],
+            plan["microbatch_sequences"],
+        ]
 
 
 def test_check_prints_the_plan_without_torch() -> None:

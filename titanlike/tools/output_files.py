@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.utils.atomic_write import atomic_write_text
 
 
@@ -13,6 +14,14 @@ def refuse_existing(path: Path) -> None:
     """Raises `UserError` if there is something at a path."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists; choose another name, or remove it")
+
+
+def check_path(path: Path, suffix: str, option: str) -> None:
+    """Raises `UserError` if a file with this suffix cannot be at a path, which `option` names."""
+    if path.suffix != suffix:
+        raise UserError(f"{option} {shown(str(path))}: give the name of a {suffix} file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {shown(str(path))}: directory {shown(str(path.parent))} does not exist")
 
 
 @contextmanager

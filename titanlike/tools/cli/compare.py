@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.tools.cli.command import add_command
-from titanlike.tools.figure import require_package
+from titanlike.tools.output_files import check_path, writing
 
 if TYPE_CHECKING:
     from titanlike.tools.comparison.runs import ComparedRun
@@ -51,12 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for option, suffix, package in (("html", ".html", "plotly"), ("png", ".png", "matplotlib")):
         path = getattr(arguments, option)
-        if path is not None and path.suffix != suffix:
-            raise UserError(f"--{option} {shown(str(path))}: give the name of a {suffix} file")
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"--{option} {shown(str(path))}: directory {shown(str(path.parent))} does not exist")
         if path is not None:
-            require_package(f"--{option}", package)
+            check_path(path, suffix, f"--{option}")
+            if find_spec(package) is None:
+                raise UserError(f'--{option} requires {package}; run: pip install "titanlike[plot]"')
     if arguments.watch and arguments.json:
         raise UserError("--watch updates a terminal and a page; leave out --json")
     if arguments.watch:
@@ -99,10 +98,8 @@ def _write(arguments: argparse.Namespace, runs: "Sequence[ComparedRun]", *, refr
         from titanlike.tools.comparison.page import page
         from titanlike.utils.atomic_write import atomic_write_text
 
-        try:
+        with writing(arguments.html, "--html"):
             atomic_write_text(arguments.html, page(runs, refresh=refresh), durable=False)
-        except OSError as error:
-            raise UserError(f"--html {arguments.html}: {error.strerror}; choose another file") from None
     if arguments.png:
         from titanlike.tools.comparison.figure import draw
 

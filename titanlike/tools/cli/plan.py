@@ -18,7 +18,7 @@ from titanlike.recipe import PretrainRecipe
 from titanlike.tools.arguments import add_script_options
 from titanlike.tools.cli import processes
 from titanlike.tools.cli.command import OVERRIDE_TEXT, RECIPE_KEYS, add_command
-from titanlike.tools.figure import require_package
+from titanlike.tools.output_files import check_path, write_text
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int
@@ -38,7 +38,7 @@ recipe fits, otherwise with code 1.
 
   titanlike plan llama3_8b --gpus 64 --hardware h100
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
-  titanlike plan llama3_8b --gpus 8,64,512,4096 --figure scaling.png
+  titanlike plan llama3_8b --gpus 8,64,512 --html plan.html
   titanlike plan llama3_8b --gpus 8,64,512 --measured 6284
   titanlike plan stages/pretrain stages/decay stages/chat --gpus 8
   titanlike plan torchtitan.toml --gpus 64    (or a script of Megatron-LM, or the config.json of a model)
@@ -63,8 +63,10 @@ def add(commands: Any) -> None:
     text = "measured tokens/s of one GPU with this recipe on the first number of GPUs: fits the efficiency of the hardware to it"
     parser.add_argument("--measured", type=float, metavar="SPEED", help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
-    text = "draw memory over a step or, for several numbers of GPUs, scaling; requires matplotlib"
-    parser.add_argument("--figure", type=Path, metavar="FILE.png", help=text)
+    text = (
+        "write a page that draws memory over a step, speed and cost, over layouts, micro-batches and sequence lengths"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help=text)
     text = "strong keeps the recipe's global batch, and so the result; weak makes it proportional to the GPUs"
     parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help=text)
     text = "compare all layouts, schedules, micro-batch sizes, checkpointing modes and float8; keys that are overridden stay"
@@ -139,10 +141,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
         raise UserError(f"--search takes one number of GPUs, not {arguments.gpus}")
     if arguments.search and arguments.program:
         raise UserError("--search writes recipes of this toolkit; leave out --program")
-    if arguments.figure and arguments.search:
-        raise UserError("--figure draws a plan or scaling; leave it out with --search")
-    if arguments.figure and arguments.figure.suffix != ".png":
-        raise UserError(f"--figure {shown(str(arguments.figure))}: give the name of a .png file")
+    if arguments.html:
+        check_path(arguments.html, ".html", "--html")
 
     from titanlike.run.start import Arguments
     from titanlike.tools.migration import formats
@@ -169,8 +169,6 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, program, progress)
     if request.measured:
         request = _anchored(request, counts[0])
-    if arguments.figure:
-        require_package("--figure", "matplotlib")  # before what takes long
     if arguments.write:
         from titanlike.tools.planning.search import refuse_to_replace
 
@@ -180,8 +178,12 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
                 f"--write extends a recipe: first `titanlike import {command_line.recipe} recipe.toml`, and plan that"
             )
     if len(counts) > 1:
-        return _scaling(request, counts)
-    return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
+        code = _scaling(request, counts)
+    else:
+        code = _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
+    if arguments.html:
+        _write_page(request, counts)
+    return code
 
 
 def _warn(line: str) -> None:
@@ -232,11 +234,6 @@ def _plan(request: Request, num_gpus: int) -> int:
         print(json.dumps(report.as_json(plan, recommendation, modes), indent=1))
     else:
         report.print_plan(plan, recommendation, modes, _console())
-    if request.arguments.figure:
-        from titanlike.tools.planning.figure import draw_memory
-
-        draw_memory(plan, request.arguments.figure)
-        _print_written(request, request.arguments.figure)
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -307,11 +304,6 @@ def _scaling(request: Request, counts: list[int]) -> int:
         print(json.dumps(report.scaling_as_json(points, mode), indent=1))
     else:
         report.print_scaling(points, mode, request.hardware, _console())
-    if request.arguments.figure:
-        from titanlike.tools.planning.figure import draw_scaling
-
-        draw_scaling(plans, request.arguments.figure)
-        _print_written(request, request.arguments.figure)
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -325,7 +317,7 @@ def _stages(arguments: argparse.Namespace, overrides: Sequence[str], counts: lis
     from titanlike.tools.planning.plan import make_plan
     from titanlike.tools.stages import load_stages
 
-    options = {"--search": arguments.search, "--write": arguments.write, "--figure": arguments.figure}
+    options = {"--search": arguments.search, "--write": arguments.write, "--html": arguments.html}
     options |= {
         "--measured": arguments.measured,
         "--program": arguments.program,
@@ -345,6 +337,31 @@ def _stages(arguments: argparse.Namespace, overrides: Sequence[str], counts: lis
     else:
         report.print_stages(plans, _console())
     return 0 if all(plan.fits for plan in plans.values()) else DOES_NOT_FIT
+
+
+def _write_page(request: Request, counts: list[int]) -> None:
+    """Writes the page, whose candidates `titanlike plan` plans with the command that it shows, but for a measured speed."""
+    from titanlike.run.checks import check_recipe
+    from titanlike.tools.planning.grid import Grid
+    from titanlike.tools.planning.page import page
+
+    def on_progress(done: int, total: int) -> None:
+        request.progress(f"page {done} of {total}", done, total)
+
+    arguments = request.arguments
+    fixed = request.overrides.keys()
+    grid = Grid(request.recipe, request.hardware, check_recipe, fixed, request.program, request.measured)
+    candidates = grid.candidates(counts, arguments.scaling, on_progress)
+    request.progress.close()
+    if not candidates:
+        raise UserError(f"--html {arguments.html}: none of the candidates is valid; leave out some of the overrides")
+    command = ["titanlike", "plan", *arguments.recipe, "--hardware", arguments.hardware]
+    command += ["--program", arguments.program] if arguments.program else []
+    command += [word for name, value in arguments.env for word in ("--env", f"{name}={value}")]
+    command += ["--trust"] if arguments.trust else []
+    command += [f"--{name}={value}" for name, value in request.overrides.items()]
+    write_text(arguments.html, page(candidates, command), "--html")
+    _print_written(request, arguments.html)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from titanlike.tools.comparison.runs import ComparedRun
 from titanlike.tools.comparison.series import Series
 from titanlike.tools.comparison.table import ratio
-from titanlike.tools.figure import pyplot, save
+from titanlike.tools.output_files import writing
 
 COLORS = ("#3f83e0", "#e0781a", "#2aa36a", "#c9498f", "#8d6bdb", "#d1493f", "#1f9fb5", "#9a8420", "#7c8796", "#b0683c")
 TITLES = {"loss": "training loss", "validation_loss": "validation loss"}
@@ -18,11 +18,14 @@ MAX_NAME = 28
 
 def draw(runs: Sequence[ComparedRun], path: Path) -> None:
     """Draws training loss, validation loss and throughput."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # without a display
+    from matplotlib import pyplot as plt
+
     metrics = [name for name in TITLES if any(name in run.series for run in runs)]
     size = (4.6 * (len(metrics) + 1), max(3.6, 1.2 + 0.3 * len(runs)))
-    figure, all_axes = pyplot().subplots(
-        1, len(metrics) + 1, figsize=size, dpi=140, layout="constrained", squeeze=False
-    )
+    figure, all_axes = plt.subplots(1, len(metrics) + 1, figsize=size, dpi=140, layout="constrained", squeeze=False)
     colors = [COLORS[index % len(COLORS)] for index in range(len(runs))]
     names = [_short(run.name) for run in runs]
     for axes, metric in zip(all_axes[0], metrics, strict=False):
@@ -35,7 +38,15 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> None:
         if len(runs) <= len(COLORS):
             axes.legend(frameon=False, fontsize=7)
     _draw_throughput(all_axes[0][-1], runs, names, colors)
-    save(figure, path, "--png")
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        with writing(path, "--png"):
+            figure.savefig(path, bbox_inches="tight")
+    finally:
+        plt.close(figure)
 
 
 def _draw_curve(axes: Any, series: Series, name: str, color: str, *, has_markers: bool) -> None:

@@ -1,8 +1,6 @@
-"use strict";
 // The page of `titanlike compare`. The view is in the address, so a reload and a copied link keep it.
 
-const byId = (id) => document.getElementById(id);
-const { runs, refresh } = JSON.parse(byId("data").textContent);
+const { runs, refresh } = data;
 const COLORS = ["#3f83e0", "#e0781a", "#2aa36a", "#c9498f", "#8d6bdb", "#d1493f", "#1f9fb5", "#9a8420", "#7c8796", "#b0683c"];
 const DASHES = ["solid", "dash", "dot", "dashdot"]; // runs beyond the number of colors
 const UNITS = { step: "step", tokens: "tokens", hours: "wall time, hours" };

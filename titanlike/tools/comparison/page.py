@@ -1,18 +1,17 @@
 """The comparison as one HTML file with its data, style and scripts. It opens from disk and needs no network."""
 
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from titanlike.tools.comparison.runs import ComparedRun, differences
 from titanlike.tools.comparison.series import Array, Series
 from titanlike.tools.comparison.table import COLUMNS, problems
+from titanlike.tools.html_page import html_page
 
 
 def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
@@ -45,12 +44,9 @@ def page(runs: Sequence[ComparedRun], *, refresh: float = 0.0) -> str:
         "summary": _table(["run", *COLUMNS], ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)),
         "problems": "".join(f"<li>{escape(note)}</li>" for run in runs for note in problems(run)),
         "differences": _table(["key", *(run.name for run in runs)], rows),
-        "plotly": files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"),
-        # A name such as "</script>" must not end the element.
-        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "script": Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
     }
-    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(parts)
+    plotly = files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
+    return html_page(Path(__file__).parent, parts, data, plotly)
 
 
 def _table(names: Sequence[str], rows: Iterable[str]) -> str:

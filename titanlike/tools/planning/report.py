@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titanlike.models.moe.config import MoeConfig
+from titanlike.recipe import PretrainRecipe
 from titanlike.tools.planning.advice import Advice, is_overhead, limits
 from titanlike.tools.planning.changes import text_of
 from titanlike.tools.planning.collectives import Links
@@ -87,9 +88,6 @@ def summary_lines(plan: Plan) -> list[str]:
         dimensions[0] += f" ({layout.pipeline_schedule}, {len(job.split) // layout.pipeline} per rank)"
     if layout.expert > 1:
         dimensions.append(f"expert {layout.expert} of shard x context")
-    precision: str = recipe.training.compute_dtype
-    if recipe.float8.scaling != "none":
-        precision += f" and float8 {recipe.float8.scaling}{' with all-gather' if recipe.float8.all_gather else ''}"
     active = ""
     if isinstance(recipe.model, MoeConfig):
         active = f", {recipe.model.num_active_parameters() / 1e9:,.3g} billion per token"
@@ -101,9 +99,16 @@ def summary_lines(plan: Plan) -> list[str]:
         f"layout    {', '.join(dimensions) or 'one process'}",
         f"batch     {recipe.training.global_batch_size:,} sequences x {recipe.training.seq_len:,} tokens; per rank "
         f"{job.num_microbatches} x {job.sequences}",
-        f"compute   {precision}, compile {recipe.compile.mode}, checkpointing {recipe.activation_checkpoint.mode}"
+        f"compute   {precision_text(recipe)}, compile {recipe.compile.mode}, checkpointing {recipe.activation_checkpoint.mode}"
         + (", activations offloaded" if recipe.activation_checkpoint.offload else ""),
     ]
+
+
+def precision_text(recipe: PretrainRecipe) -> str:
+    """Returns the dtype of the computation, and whether matmuls are in float8."""
+    float8 = recipe.float8
+    added = f" and float8 {float8.scaling}{' with all-gather' if float8.all_gather else ''}"
+    return recipe.training.compute_dtype + (added if float8.scaling != "none" else "")
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -195,15 +200,19 @@ def range_text(plan: Plan) -> str:
     dollars = ""
     if plan.dollars is not None:
         dollars = f", ${number(plan.dollars / plan.range.high)} to ${number(plan.dollars / plan.range.low)}"
+    return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {range_source(plan)}"
+
+
+def range_source(plan: Plan) -> str:
+    """Returns from which published runs the range follows."""
     if plan.measured:
-        source = f"{plan.range.covered} ratios of published runs"
-    else:
-        name = range_name(plan.kind)
-        few = "" if name == plan.kind else f"; fewer than {FEWEST} are of this class ({plan.kind})"
-        source = f"{plan.range.covered} published runs, held out: {name}{few}"
-        if plan.hardware.efficiency == Hardware.efficiency:
-            source += f"; none of them on {plan.hardware.name}, whose efficiency is not measured"
-    return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {source}"
+        return f"{plan.range.covered} ratios of published runs"
+    name = range_name(plan.kind)
+    few = "" if name == plan.kind else f"; fewer than {FEWEST} are of this class ({plan.kind})"
+    source = f"{plan.range.covered} published runs, held out: {name}{few}"
+    if plan.hardware.efficiency == Hardware.efficiency:
+        source += f"; none of them on {plan.hardware.name}, whose efficiency is not measured"
+    return source
 
 
 def errors_text(kind: str) -> str:

@@ -45,16 +45,21 @@ def scaling(
         program: What trains it.
         measured: The hardware comes from `ranges.anchored`.
     """
-    free = replace(recipe, parallelism=replace(recipe.parallelism, shard=-1)) if len(counts) > 1 else recipe
     points = []
     for num_gpus in counts:
         try:
-            scaled = free if mode == "strong" else weakly_scaled(free, counts[0], num_gpus)
+            scaled = scaled_recipe(recipe, counts, num_gpus, mode)
             check(scaled, num_gpus)
             points.append(Point(num_gpus, make_plan(Job(scaled, num_gpus, program), hardware, measured=measured)))
         except UserError as error:
             points.append(Point(num_gpus, None, str(error).partition("\n")[0]))
     return points
+
+
+def scaled_recipe(recipe: PretrainRecipe, counts: Sequence[int], num_gpus: int, mode: Mode) -> PretrainRecipe:
+    """Returns the recipe for one of several numbers of GPUs, which `scaling` describes."""
+    free = replace(recipe, parallelism=replace(recipe.parallelism, shard=-1)) if len(counts) > 1 else recipe
+    return free if mode == "strong" else weakly_scaled(free, counts[0], num_gpus)
 
 
 def weakly_scaled(recipe: PretrainRecipe, first: int, num_gpus: int) -> PretrainRecipe:

@@ -99,15 +99,9 @@ def search(
         on_progress: Called with the number of layouts that are done, and of all layouts.
     """
     result = SearchResult([])
-    timed: list[tuple[float, Changes, Job]] = []
-    layouts = [layout for layout in _layouts(recipe, num_gpus, hardware) if _keeps(recipe, layout, fixed)]
-    limit = available_memory(hardware)
-    for done, layout in enumerate(layouts):
-        for changes, job in _fitting(recipe, num_gpus, hardware, layout, limit, check, fixed, result):
-            timed.append((least_seconds(job, hardware) / range_of(job, hardware, measured).low, changes, job))
-        on_progress(done + 1, len(layouts))
+    timed = estimates(recipe, num_gpus, hardware, check, fixed, measured, on_progress, result)
     # Fastest first. Once ten plans are faster than what the next candidate takes at least, no other can be among the best.
-    for least, changes, job in sorted(timed, key=lambda entry: entry[0]):
+    for least, changes, job in timed:
         if len(result.best) == NUM_BEST and result.best[-1].slow_seconds <= least:
             break
         ranks = [traffic(job, rank) for rank in range(job.layout.pipeline)]
@@ -122,6 +116,28 @@ def search(
     return result
 
 
+def estimates(
+    recipe: PretrainRecipe,
+    num_gpus: int,
+    hardware: Hardware,
+    check: Check,
+    fixed: Collection[str],
+    measured: bool,
+    on_progress: Callable[[int, int], None],
+    result: SearchResult,
+) -> list[tuple[float, Changes, Job]]:
+    """Returns the candidates that may fit, each with the least time of a step at the low end of its range, fastest first. Counts
+    the others in `result`."""
+    timed: list[tuple[float, Changes, Job]] = []
+    found = [layout for layout in layouts(recipe, num_gpus, hardware) if keeps(recipe, layout, fixed)]
+    limit = available_memory(hardware)
+    for done, layout in enumerate(found):
+        for changes, job in _fitting(recipe, num_gpus, hardware, layout, limit, check, fixed, result):
+            timed.append((least_seconds(job, hardware) / range_of(job, hardware, measured).low, changes, job))
+        on_progress(done + 1, len(found))
+    return sorted(timed, key=lambda entry: entry[0])
+
+
 def _fitting(
     recipe: PretrainRecipe,
     num_gpus: int,
@@ -133,16 +149,12 @@ def _fitting(
     result: SearchResult,
 ) -> Iterator[tuple[Changes, Job]]:
     """Yields the candidates of a layout that fit, and counts the others."""
-    num_data_ranks = num_gpus // math.prod(layout[f"parallelism.{name}"] for name in ("tensor", "pipeline", "context"))
-    share, rest = divmod(recipe.training.global_batch_size, num_data_ranks)
-    sizes = [] if rest else divisors(share)
+    sizes = microbatch_sizes(recipe, num_gpus, layout)
     own = recipe.parallelism.pipeline_schedule
     schedules = (
         [name for name in SCHEDULES if name == own or name != "gpipe"] if layout["parallelism.pipeline"] > 1 else [own]
     )
-    own_float8 = {name: value_of(recipe, name) for name in FLOAT8[0]}
-    float8 = [*FLOAT8, *([own_float8] if own_float8 not in FLOAT8 else [])] if hardware.float8_tflops else FLOAT8[:1]
-    for schedule, precision in product(schedules, float8):
+    for schedule, precision in product(schedules, precisions(recipe, hardware)):
         modes = list(CHECKPOINTING_MODES)
         for size in sizes:
             base = {
@@ -154,7 +166,7 @@ def _fitting(
             fits = False
             for mode in CHECKPOINTING_MODES:
                 changes = base | {"activation_checkpoint.mode": mode}
-                if not _keeps(recipe, changes, fixed):
+                if not keeps(recipe, changes, fixed):
                     continue
                 result.candidates += 1
                 if mode not in modes:  # a smaller micro-batch does not fit
@@ -178,7 +190,20 @@ def _fitting(
                 yield changes, job
 
 
-def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Iterator[Changes]:
+def microbatch_sizes(recipe: PretrainRecipe, num_gpus: int, layout: Changes) -> list[int]:
+    """Returns the sizes that divide the sequences of a data-parallel rank."""
+    num_data_ranks = num_gpus // math.prod(layout[f"parallelism.{name}"] for name in ("tensor", "pipeline", "context"))
+    share, rest = divmod(recipe.training.global_batch_size, num_data_ranks)
+    return [] if rest else divisors(share)
+
+
+def precisions(recipe: PretrainRecipe, hardware: Hardware) -> list[Changes]:
+    """Returns the settings of float8 that the hardware can compute, with the recipe's."""
+    own = {name: value_of(recipe, name) for name in FLOAT8[0]}
+    return [*FLOAT8, *([own] if own not in FLOAT8 else [])] if hardware.float8_tflops else [FLOAT8[0]]
+
+
+def layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Iterator[Changes]:
     """Yields the sizes of all dimensions whose product is the number of GPUs: tensor parallelism within a node, and sizes of the
     recipe, which may have a reason."""
     parallelism = recipe.parallelism
@@ -213,7 +238,7 @@ def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Itera
                 yield sizes | {"parallelism.expert": expert} if has_experts else sizes
 
 
-def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> bool:
+def keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> bool:
     """Whether changes leave the fixed keys as they are."""
     return all(name not in fixed or value == value_of(recipe, name) for name, value in changes.items())
 
