@@ -43,7 +43,7 @@ def export(
     if os.path.lexists(folder) and not replace:
         raise UserError(f"{folder} exists; choose another name, or remove it")
     tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size, str(weights.path))
-    _check_tokenizer(weights, tokenizer)
+    check_tokenizer(weights, tokenizer)
     plan = _Plan(weights, getattr(torch, dtype) if dtype else None)
     with whole_folder(folder) as partial:
         if weights.config.is_encoder_decoder:
@@ -143,7 +143,7 @@ def _write_configs(folder: Path, plan: _Plan, generation: dict[str, Any]) -> Non
     _write_json(folder / GENERATION_CONFIG, generation)
 
 
-def _check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
+def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if the tokenizer is no longer the one that the model was trained with."""
     saved = weights.metadata.tokenizer if isinstance(weights, CheckpointWeights) else ""
     if saved not in ("", tokenizer.fingerprint):

@@ -21,7 +21,11 @@ Of a run with LoRA, it writes the model with the adapters merged into it or, wit
 With --format dcp, it writes a checkpoint that torchtitan 0.3 and torch.distributed.checkpoint load: weights, the state of AdamW,
 the learning-rate schedule and the step. The position in the data is not part of it.
 
-  titanlike export runs/NAME outputs/checkpoint/step-1000 --format dcp"""
+  titanlike export runs/NAME outputs/checkpoint/step-1000 --format dcp
+
+With --format gguf, it writes a file that llama.cpp reads, also of a Hugging Face folder.
+
+  titanlike export runs/NAME model.gguf --format gguf --dtype q8_0"""
 
 IMPORT = """\
 Writes a recipe from a model or from a job of another program, or converts its checkpoint. From a Hugging Face folder, the recipe
@@ -52,19 +56,19 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the commands to the parser."""
     command = add_command(commands, "export", EXPORT, _export)
     command.add_argument("source", type=Path, metavar="RUN|CHECKPOINT", help="run or checkpoint")
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write, or file")
     command.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="precision of the weights (default: the checkpoint's)",
+        choices=["float32", "bfloat16", "float16", "q8_0"],
+        help="precision of the weights (default: the checkpoint's); q8_0: 8 bits, in a GGUF file",
     )
     command.add_argument(
         "--step", type=positive_int, default=0, metavar="N", help="step of the run (default: the newest)"
     )
     command.add_argument("--shard-size", type=positive_int, default=5000, metavar="MB", help="size of the largest file")
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
-    text = "hf: a folder for transformers; dcp: a checkpoint for torchtitan 0.3; dcp_0_2: for torchtitan 0.2"
-    command.add_argument("--format", choices=["hf", *DCP], default="hf", help=text)
+    text = "hf: a folder for transformers; gguf: a file for llama.cpp; dcp: a checkpoint for torchtitan 0.3; dcp_0_2: for 0.2"
+    command.add_argument("--format", choices=["hf", "gguf", *DCP], default="hf", help=text)
     command = add_command(
         commands,
         "import",
@@ -137,6 +141,16 @@ def _export(arguments: argparse.Namespace) -> None:
             )
         print(export_checkpoint(weights, arguments.folder, DCP[arguments.format]))
         return
+    if arguments.format == "gguf":
+        from titanlike.tools.gguf_file import export_gguf
+
+        if arguments.adapter:
+            raise UserError("--format gguf has no --adapter: it writes the model with the adapters merged into it")
+        size = export_gguf(weights, arguments.folder, dtype=arguments.dtype or "")
+        print(f"{arguments.folder}: {weights.config.label()}, {size:,} bytes, from {weights.path}")
+        return
+    if arguments.dtype == "q8_0":
+        raise UserError("--dtype q8_0 requires --format gguf")
     if arguments.adapter and arguments.dtype:
         raise UserError("--adapter has no --dtype: it keeps the checkpoint's precision")
     if arguments.adapter:
