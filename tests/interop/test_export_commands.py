@@ -1,17 +1,27 @@
 """`titanlike export` and `titanlike import` as a user calls them."""
 
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.interop.models import LLAMA, T5, export_model, model_of
+from tests.interop.models import CONFIGS, LLAMA, T5, MemoryWeights, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
+from titanlike.config import UserError
+from titanlike.config.sections import Tokenizer
+from titanlike.data.tokens.tokenizer import SPLIT_PATTERN
 from titanlike.interop.hf_folder import fields_of
+from titanlike.models.gemma.config import Gemma2Config
 from titanlike.models.llama.config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.moe.config import Qwen3MoeConfig
 from titanlike.recipe import PretrainRecipe, load
+from titanlike.tools.gguf_file import export_gguf
+from titanlike.tools.gguf_vocabulary import vocabulary
 from titanlike.tools.programs import load_known
 
 
@@ -113,3 +123,45 @@ def test_the_recipe_is_not_overwritten(tmp_path: Path) -> None:
     done = titanlike(tmp_path, "import", "hf", "mine.toml")
     assert done.stderr == "error: mine.toml exists; choose another name, or remove it\n"
     assert (tmp_path / "mine.toml").read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIGS["Mistral, window"], "model.sliding_window = 40 has no equivalent in llama.cpp's llama, which has 0; use"),
+        (CONFIGS["SmolLM3"], "model.no_rope_every = 2 has no equivalent in llama.cpp's smollm3, which has 4"),
+        (CONFIGS["Qwen3-MoE, router not normalized"], "model.normalize_router = False has no equivalent"),
+        (CONFIGS["Gemma 3"], "model.sliding_window_pattern = 3 has no equivalent in llama.cpp's gemma3, which has 6"),
+        (Gemma2Config(query_scalar=24.0), "model.query_scalar = 24.0 has no equivalent in llama.cpp's gemma2, which has 64"),
+        (Gemma2Config(attention_soft_cap=0.0), "model.attention_soft_cap = 0.0 has no equivalent"),
+        (CONFIGS["DeepSeek-V2"], "model.num_expert_groups = 4 has no equivalent"),
+        (Qwen3MoeConfig(num_shared_experts=1), "model.num_shared_experts = 1 has no equivalent in Qwen3MoeForCausalLM"),
+        (T5, "model.name = 't5' has no equivalent in GGUF; use --format hf"),
+        (LLAMA, '--format gguf requires the package gguf; run: pip install "titanlike\\[gguf\\]"'),
+    ],
+)  # fmt: skip
+def test_what_gguf_lacks_is_refused(config: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=message):
+        export_gguf(MemoryWeights(nn.Module(), config, Tokenizer()), tmp_path / "model.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, 'no pre-tokenizer that splits text by ["Whitespace"]; train a tokenizer with'),
+        ({"normalizer": {"type": "Lowercase"}}, "no tokenizer with the normalizer Lowercase"),
+        ({"model": {"type": "Unigram"}}, "'Unigram' is not exported to GGUF, only 'BPE' is"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_llama_cpp_would_run_in_another_way_is_refused(change: dict[str, Any], message: str) -> None:
+    split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}}
+    content = {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "ignore_merges": True},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]},
+        "normalizer": None,
+    }
+    assert vocabulary(content, 3, "tokenizer.encoding")["pre"] == "llama-bpe"
+    with pytest.raises(UserError, match=f"^tokenizer.encoding: .*{re.escape(message)}"):
+        vocabulary(content | change, 3, "tokenizer.encoding")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,15 @@ def export_gguf(weights: Weights, file: Path, *, dtype: str = "") -> int:
         finally:
             writer.close()
             partial_file.unlink(missing_ok=True)
+    if not getattr(config, "rope_truncate", True) and config.rope_scaling != 1.0:
+        _warn("llama.cpp rounds the bounds of YaRN, which this model does not: its probabilities differ")
+    if keys.get("tokenizer.ggml.pre") == "gpt-4o":
+        _warn("llama.cpp splits words with combining marks, or with capitals beyond ASCII inside, in another way")
     return file.stat().st_size
+
+
+def _warn(difference: str) -> None:
+    print(f"warning: {difference}", file=sys.stderr, flush=True)
 
 
 def _encoded(values: Tensor, kind: Any) -> Any:
@@ -295,16 +304,21 @@ def _tokenizer(weights: Weights) -> dict[str, Any]:
     content = json.loads(tokenizer_files(tokenizer, weights.config.max_seq_len)["tokenizer.json"])
     encoding = f"tokenizer.encoding = {weights.tokenizer.encoding!r}"
     found = vocabulary(content, weights.config.vocab_size, encoding)
-    ends = generation_config(weights, tokenizer)["eos_token_id"]
-    # The last two end a text, too: at the end of a turn, or of a message.
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found |= zip(names, ends if isinstance(ends, list) else [ends], strict=False)
-    separator = tokenizer.separator.token
+    separator, special = tokenizer.separator.token, tokenizer.codec.special
+    # A chat template may write both also where documents have only one of them.
+    bos, eos = (
+        special.get(name, separator) if token is None else token
+        for token, name in ((tokenizer.bos, tokenizer.codec.bos), (tokenizer.eos, tokenizer.codec.eos))
+    )
     found |= {
-        "bos_token_id": separator if tokenizer.bos is None else tokenizer.bos,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
         "add_bos_token": tokenizer.bos is not None,
+        "add_eos_token": False,
     }
-    found["add_eos_token"] = False
+    ends = generation_config(weights, tokenizer)["eos_token_id"]
+    others = [token for token in (ends if isinstance(ends, list) else [ends]) if token != eos]
+    found |= zip(("eot_token_id", "eom_token_id"), others, strict=False)  # which end a text, too
     keys = {f"ggml.{key}": value for key, value in found.items()}
     template, is_known = chat_template(weights, tokenizer)
     if is_known or template.name != BUILT_IN_NAME:

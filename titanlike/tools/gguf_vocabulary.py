@@ -71,14 +71,18 @@ def vocabulary(content: dict[str, Any], size: int, source: str) -> dict[str, Any
 
 def _pre_tokenizer(content: dict[str, Any], source: str) -> str:
     """Returns llama.cpp's name of what splits a text before byte-level merges."""
-    steps = _steps(content["pre_tokenizer"], "pretokenizers")
-    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split")
-    if [step["type"] for step in steps] == ["ByteLevel"] and steps[0].get("use_regex", True):
-        patterns = (GPT2,)
     normalizers = [step["type"] for step in _steps(content["normalizer"], "normalizers")]
-    is_byte_level = [step["type"] for step in steps] == ["Split"] * (len(steps) - 1) + ["ByteLevel"]
-    if not is_byte_level or set(normalizers) - {"NFC"} or patterns not in PRE_TOKENIZERS:
-        what = json.dumps(patterns or [step["type"] for step in steps], ensure_ascii=False)
+    if set(normalizers) - {"NFC"}:
+        raise UserError(
+            f"{source}: llama.cpp has no tokenizer with the normalizer {shown(', '.join(normalizers))}; use --format hf"
+        )
+    steps = _steps(content["pre_tokenizer"], "pretokenizers")
+    *splits, last = [step["type"] for step in steps] or [""]
+    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split")
+    if not splits and last == "ByteLevel" and steps[0].get("use_regex", True):
+        patterns = (GPT2,)
+    if patterns not in PRE_TOKENIZERS or last != "ByteLevel" or set(splits) - {"Split"}:
+        what = json.dumps(patterns or [*splits, last], ensure_ascii=False)
         raise UserError(
             f"{source}: llama.cpp has no pre-tokenizer that splits text by {shown(what)}; train a tokenizer with `titanlike data "
             "train-tokenizer`, or use --format hf"
