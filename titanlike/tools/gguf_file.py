@@ -96,7 +96,8 @@ def export_gguf(weights: Weights, file: Path, *, dtype: str = "") -> int:
             scale for 32 of a row; rows of another length are in float16. Vectors, routers and learned positions are in float32.
     """
     refuse_existing(file)
-    config, arch = weights.config, _architecture(weights.config)
+    config: Any = weights.config
+    arch = _architecture(config)
     try:
         import gguf
     except ImportError:
