@@ -37,7 +37,16 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "migration", "new_recipe", "null_gpu", "stages", "sweep", "verify"},
     {"adapter", "data", "gguf_file", "harness", "planning", "programs", "trace"},
-    {"arguments", "gguf_vocabulary", "html_page", "inference", "metrics_file", "output_files", "rich_console", "schema"},
+    {
+        "arguments",
+        "gguf_vocabulary",
+        "html_page",
+        "inference",
+        "metrics_file",
+        "output_files",
+        "rich_console",
+        "schema",
+    },
 ]
 MAX_CORE_LINES = 29_354
 SOURCES = sorted(PACKAGE.rglob("*.py"))
