@@ -1,6 +1,7 @@
 """Models with weights of a trained model's size, and their Hugging Face folders."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
 from titanlike.models.smollm3.config import SmolLM3Config
 from titanlike.models.t5.config import T5Config
+
+# What config.json has in published folders, in the form of transformers 4, with the size and the number of parameters.
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
 GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)

@@ -19,22 +19,21 @@ import safetensors.torch
 import torch
 
 from tests.durability import Disk
-from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
+from tests.interop.models import CONFIGS, LLAMA, PUBLISHED, export_model, model_of
 from titanlike.checkpoint import reader
 from titanlike.checkpoint.files import ReadableFile
 from titanlike.checkpoint.format import ShardRange
 from titanlike.checkpoint.reader import Entry
 from titanlike.config import UserError
 from titanlike.interop import export as export_module
-from titanlike.interop import mxfp4
+from titanlike.interop import quantized
 from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import open_weights
+from titanlike.models.families import all_configs
 from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
-from titanlike.models.mistral.config import MistralConfig
-from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
+from titanlike.models.moe.config import Qwen3MoeConfig
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but transformers reads rope_theta = 500000.0"),
     "activation": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported; only 'silu' is"),
-    "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized, and not in MXFP4"),
+    "quantized": (config(quantization_config={"bits": 4}), '= {{"bits": 4}} is neither MXFP4 nor float8 with'),
     "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "zero heads": (config(num_attention_heads=0), WRONG_VALUE),
     "text": (config(hidden_size="many"), WRONG_VALUE),
@@ -151,61 +150,22 @@ def test_damaged_and_unsupported_folders_are_refused(
     assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
 
 
-QWEN3 = {  # what the published config.json of Qwen3 0.6B has, in the form of transformers 4
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
-    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_those_of_their_sizes(name: str) -> None:
+    """Whatever the weights beside them are quantized in."""
+    size, parameters, values = PUBLISHED[name].values()
+    [kind] = (each for each in all_configs() if each.hf_architecture == values["architectures"][0])
+    found = kind.from_hugging_face(values)
+    assert found == kind(**{"size": size, **kind.sizes[size]})
+    assert found.num_parameters() == parameters
+    assert kind.from_hugging_face(found.to_hugging_face()) == found
 
 
-def test_the_published_config_of_qwen3_is_that_of_its_size() -> None:
-    found = Qwen3Config.from_hugging_face(QWEN3)
-    assert (found.size, found.label()) == ("0.6B", "qwen3 0.6B")
-    assert Qwen3Config.from_hugging_face(found.to_hugging_face()) == found
-
-
-QWEN2 = {  # what the published config.json of Qwen2.5 0.5B has, in the form of transformers 4
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
-    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
-    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False,
-    "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-
-
-def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
-    found = Qwen2Config.from_hugging_face(QWEN2)
-    assert (found.size, found.label()) == ("2.5-0.5B", "qwen2 2.5-0.5B")
-    assert Qwen2Config.from_hugging_face(found.to_hugging_face()) == found
-
-
-QWEN3_MOE = {  # what the published config.json of Qwen3 30B-A3B has, in the form of transformers 4
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-MIXTRAL = {  # the same of Mixtral 8x7B
-    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
-    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
-    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-
-
-def test_the_published_configs_of_models_with_experts_are_those_of_their_sizes() -> None:
-    for values, kind, size in ((QWEN3_MOE, Qwen3MoeConfig, "30B-A3B"), (MIXTRAL, MixtralConfig, "8x7B")):
-        found = kind.from_hugging_face(values)
-        assert found == kind(**{"size": size, **kind.sizes[size]})
-        assert kind.from_hugging_face(found.to_hugging_face()) == found
+def test_the_keys_of_published_configs_with_experts_are_exported() -> None:
+    for name in ("Qwen3 30B-A3B", "Mixtral 8x7B"):
+        values = PUBLISHED[name]["config"]
+        [kind] = (each for each in all_configs() if each.hf_architecture == values["architectures"][0])
+        found: Any = kind.from_hugging_face(values)
         written = replace(found, balance_loss=values["router_aux_loss_coef"]).to_hugging_face()
         # An export also has the ids of special tokens, which depend on the tokenizer.
         unused = {"bos_token_id", "eos_token_id", "max_window_layers"}
@@ -248,7 +208,7 @@ def test_a_shard_of_experts_is_a_slice_and_reads_no_other_expert(
         num_read.append(math.prod(entry.shape))
         return reader.read_part(file, entry, part)
 
-    monkeypatch.setattr(mxfp4, "read_part", read_part)
+    monkeypatch.setattr(quantized, "read_part", read_part)
     for name in (f"layers.1.feed_forward.experts.{matrix}" for matrix in ("w1", "w2", "w3")):
         shape = tuple(parameters[name].shape)
         bounds = [one.indices(size) for one, size in zip_longest(slices, shape, fillvalue=slice(None))]
@@ -277,48 +237,6 @@ def test_folders_with_other_experts_are_refused(tmp_path: Path, damage: Callable
     with pytest.raises(UserError) as error:
         open_weights(tmp_path / "hf")
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-GEMMA2 = {  # what the published config.json of Gemma 2 27B has, in the form of transformers 4
-    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
-    "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.02, "intermediate_size": 36864,
-    "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32, "num_hidden_layers": 46,
-    "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
-    "sliding_window": 4096, "vocab_size": 256000,
-}  # fmt: skip
-GEMMA3 = {  # the same of Gemma 3 1B
-    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
-    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
-    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
-}  # fmt: skip
-MISTRAL = {  # the same of Mistral 7B v0.1, whose heads follow from its width
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
-    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
-    "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-NEMO = MISTRAL | {
-    "head_dim": 128, "hidden_size": 5120, "max_position_embeddings": 131072, "num_hidden_layers": 40, "rope_theta": 1000000.0,
-    "sliding_window": None, "vocab_size": 131072,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("values", "kind", "size"),
-    [
-        (GEMMA2, Gemma2Config, "27B"), (GEMMA3, Gemma3Config, "1B"), (MISTRAL, MistralConfig, "7B-v0.1"),
-        (NEMO, MistralConfig, "Nemo-12B"),
-    ],
-)  # fmt: skip
-def test_published_configs_are_those_of_their_sizes(values: dict[str, Any], kind: Any, size: str) -> None:
-    found = kind.from_hugging_face(values)
-    assert found == kind(**{"size": size, **kind.sizes[size]})
-    assert kind.from_hugging_face(found.to_hugging_face()) == found
 
 
 @pytest.mark.parametrize("kind", [Gemma2Config, Gemma3Config])

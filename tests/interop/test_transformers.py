@@ -138,13 +138,10 @@ def test_a_model_in_bfloat16_routes_as_that_of_transformers(tmp_path: Path, alon
         )
 
 
-def mxfp4(folder: Path) -> dict[str, torch.Tensor]:
-    """Replaces the experts in a folder of GPT-OSS by random ones in MXFP4, as it is published. Returns these in bfloat16, by
-    transformers."""
+def mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Replaces the experts of GPT-OSS by random ones in MXFP4, as it is published. Returns these in bfloat16, by transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    [file] = folder.glob("*.safetensors")
-    tensors = safetensors.torch.load_file(file)
     generator, expected = torch.Generator().manual_seed(0), {}
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         num_experts, inputs, outputs = tensors.pop(name).shape
@@ -153,18 +150,66 @@ def mxfp4(folder: Path) -> dict[str, torch.Tensor]:
         scales = torch.randint(118, 124, shape[:-1], dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
     return expected
 
 
-def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
-    config = config_of("GPT-OSS")
-    folder = export_model(model_of(config), config, tmp_path / "hf", dtype="bfloat16")
-    expected = mxfp4(folder)
-    assert len(expected) == 2 * config.num_layers
-    weights = open_weights(folder)
+def float8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Quantizes the linear layers of the blocks of DeepSeek-V3 as it is published. Returns what the published rule makes of them:
+    each block of 128 x 128 in float32 times its scale, in bfloat16."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    expected = {}
+    for name in [name for name in tensors if name.endswith("_proj.weight") or name.endswith("_mqa.weight")]:
+        matrix = tensors[name].float()
+        rows, columns = matrix.shape
+        values, found = torch.empty_like(matrix, dtype=torch.float8_e4m3fn), torch.empty_like(tensors[name])
+        scales = torch.empty(-(-rows // 128), -(-columns // 128))
+        for row, column in itertools.product(*map(range, scales.shape)):
+            block = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+            scales[row, column] = matrix[block].abs().max() / 448.0
+            values[block] = (matrix[block] / scales[row, column]).to(torch.float8_e4m3fn)
+            found[block] = (values[block].float() * scales[row, column]).bfloat16()
+        if not (rows % 128 or columns % 128):  # transformers 5.24 refuses others
+            assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16))
+        tensors |= {name: values, f"{name}_scale_inv": scales}
+        expected[name] = found
+    return expected
+
+
+# A config, whose matrices in float8 have several blocks, the last of which are smaller; how its folder is quantized; the key of
+# its config.json; and the numbers of quantized tensors.
+QUANTIZED: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
+    "MXFP4": (GPT_OSS, mxfp4, {"quant_method": "mxfp4"}, 2 * GPT_OSS.num_layers),
+    "float8": (
+        dataclasses.replace(models.CONFIGS["DeepSeek-V3"], dim=256, ffn_dim=136, dense_ffn_dim=384),  # type: ignore[call-arg]
+        float8,
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        3 * 5 + 3 + 2 * 3 * (8 + 1),
+    ),
+}
+
+
+def quantized(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Exports a model, quantizes the folder, and returns the tensors that are quantized in bfloat16, by name."""
+    config, quantize, values, _ = QUANTIZED[kind]
+    export_model(model_of(config), config, folder, dtype="bfloat16")
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    expected: dict[str, torch.Tensor] = quantize(tensors)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    published = json.loads((folder / "config.json").read_text()) | {"quantization_config": values}
+    (folder / "config.json").write_text(json.dumps(published))
+    return expected
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    if kind == "float8":
+        config_of("DeepSeek-V3")
+    config, _, _, number = QUANTIZED[kind]
+    expected = quantized(kind, tmp_path / "hf")
+    assert len(expected) == number
+    weights = open_weights(tmp_path / "hf")
     assert weights.config == config
     # The export has what transformers makes of the blocks, to the bit, beside the other weights.
     export(weights, tmp_path / "again")
@@ -181,38 +226,40 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "end", "change", "message"),
     [
-        ("scales", None, "lacks model.layers.0.mlp.experts.down_proj"),
-        ("scales", torch.Tensor.float, "which is not MXFP4; download the folder again"),
-        ("blocks", lambda blocks: blocks[..., 1:].contiguous(), "which is not MXFP4; download the folder again"),
+        ("MXFP4", "experts.down_proj_scales", None, "lacks model.layers.0.mlp.experts.down_proj"),
+        ("MXFP4", "experts.down_proj_scales", torch.Tensor.float, "not MXFP4; download the folder again"),
+        ("MXFP4", "experts.down_proj_blocks", lambda x: x[..., 1:].contiguous(), "not MXFP4; download the folder again"),
+        ("float8", "down_proj.weight_scale_inv", None, "down_proj.weight is torch.float8_e4m3fn; use weights in"),
+        ("float8", "down_proj.weight_scale_inv", lambda x: x[1:].contiguous(), "not float8 with blocks of 128 x 128; download"),
+        ("float8", "down_proj.weight", torch.Tensor.bfloat16, "not float8 with blocks of 128 x 128; download"),
     ],
-    ids=["missing", "dtype", "shape"],
-)
-def test_damaged_experts_in_mxfp4_are_refused(kind: str, change: Any, message: str, tmp_path: Path) -> None:
-    folder = export_model(model_of(GPT_OSS), GPT_OSS, tmp_path / "hf", dtype="bfloat16")
-    mxfp4(folder)
-    [file] = folder.glob("*.safetensors")
+)  # fmt: skip
+def test_damaged_quantized_weights_are_refused(kind: str, end: str, change: Any, message: str, tmp_path: Path) -> None:
+    quantized(kind, tmp_path / "hf")
+    [file] = (tmp_path / "hf").glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
-    name = f"model.layers.0.mlp.experts.down_proj_{kind}"
+    name = f"model.layers.0.mlp.{end}"
     damaged = tensors.pop(name)
     tensors |= {name: change(damaged)} if change else {}
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UserError, match=message):
-        open_weights(folder)
+        open_weights(tmp_path / "hf")
 
 
-def test_a_shard_of_experts_in_mxfp4_is_that_of_the_whole(tmp_path: Path) -> None:
-    config = config_of("GPT-OSS")
-    folder = export_model(model_of(config), config, tmp_path / "hf", dtype="bfloat16")
-    mxfp4(folder)
-    weights = open_weights(folder)
-    for name in ("w1", "w2", "w3", "w3_bias"):
-        name = f"layers.1.feed_forward.experts.{name}"
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_shard_of_quantized_weights_is_that_of_the_whole(kind: str, tmp_path: Path) -> None:
+    config = QUANTIZED[kind][0]
+    quantized(kind, tmp_path / "hf")
+    weights = open_weights(tmp_path / "hf")
+    names = ["experts.w1", "experts.w2", "experts.w3", "experts.w3_bias" if kind == "MXFP4" else "shared.w1.weight"]
+    for name in (f"layers.1.feed_forward.{name}" for name in names):
         shape = config.parameters()[name].shape
         full = weights.read(name, whole(shape))
-        # Neither of whole experts nor of whole blocks.
-        offset, size = (1, 17, 45)[: len(shape)], (3, 30, 37 if shape[-1] > 64 else 13)[: len(shape)]
+        # Of some experts, and not of whole blocks.
+        offset, size = (1, 17, 45)[: len(shape)], (3, 115, 85)[: len(shape)]
+        size = tuple(min(n, total - o - 1) for n, o, total in zip(size, offset, shape, strict=True))
         found = weights.read(name, ShardRange(shape, offset, size))
         assert torch.equal(found, full[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))])
 

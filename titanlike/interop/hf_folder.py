@@ -33,8 +33,8 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
-    """Returns the config of the model in a folder, or of a `config.json`. Raises `UserError` if none of the classes "
-    "describes it."""
+    """Returns the config of the model in a folder, or of a `config.json`. Raises `UserError` if none of the classes describes it,
+    or if the weights of a folder are quantized in a format that is not read."""
     file = path if path.is_file() else path / CONFIG
     values = read_json(file)
     architectures = values.get("architectures")
@@ -45,11 +45,8 @@ def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...])
             f"{file}: architectures = {shown(json.dumps(architectures))} is not supported; choose a model of "
             f"{', '.join(sorted(known))}"
         )
-    quantization = values.get("quantization_config")
-    if quantization and not (isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"):
-        raise UserError(
-            f"{file}: the weights are quantized, and not in MXFP4; use a folder with float32, float16 or bfloat16 weights"
-        )
+    if (quantization := values.get("quantization_config")) and file != path:
+        _check_quantization(file, quantization)
     layers = values.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:  # before lists of this length are made
         raise UserError(f"{file}: num_hidden_layers = {layers} is more than {MAX_LAYERS:,}; download the file again")
@@ -68,6 +65,18 @@ def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...])
     if problems := config.problems():
         raise UserError(f"{file}: {problems[0]}")
     return config
+
+
+def _check_quantization(file: Path, quantization: Any) -> None:
+    """Raises `UserError` unless `quantized.py` reads weights that are quantized like this."""
+    found = quantization if isinstance(quantization, dict) else {}
+    method = found.get("quant_method")
+    if method == "mxfp4" or (method == "fp8" and found.get("weight_block_size") == [128, 128]):
+        return
+    raise UserError(
+        f"{file}: quantization_config = {shown(json.dumps(quantization))} is neither MXFP4 nor float8 with blocks of 128 x 128; "
+        "use a folder with float32, float16 or bfloat16 weights"
+    )
 
 
 def config_problems(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from titanlike.checkpoint import loader, store
 from titanlike.checkpoint.files import STATE, STEP, LocalFile, ReadableFile, name_of
 from titanlike.checkpoint.format import CHUNK_SIZE, ShardRange
-from titanlike.checkpoint.reader import Entry, TensorReader, corrupt_unless_read, read_header, read_part, verify_file
+from titanlike.checkpoint.reader import Entry, TensorReader, corrupt_unless_read, read_header, verify_file
 from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
@@ -29,7 +29,7 @@ from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_parameters import hf_parameters, select_part, stored_part, stored_tensors, whole
-from titanlike.interop.mxfp4 import read_stored, with_mxfp4
+from titanlike.interop.quantized import read_stored, with_quantized
 from titanlike.interop.tokenizer_files import adds_bos_and_eos
 from titanlike.models.common import lora
 from titanlike.models.common.config import ParameterSpec, TransformerConfig
@@ -166,7 +166,7 @@ class HFWeights(Weights):
                         f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
                     )
                 self._found[name] = header.file, entry
-        self._found = with_mxfp4(self._found)
+        self._found = with_quantized(self._found)
         self.config = self.config.with_stored(self._found)
         self._plan = hf_parameters(self.config)
         # Where a head that is tied, which need not be stored, would be.
@@ -219,7 +219,7 @@ class HFWeights(Weights):
         size = -(-CHUNK_SIZE // columns)
         for start in range(rank * size, rows if is_equal else 0, num_ranks * size):
             part = [slice(start, min(start + size, rows)), slice(0, columns)]
-            is_equal &= bool((read_part(file, head, part) == read_part(other_file, other, part)).all())
+            is_equal &= bool((read_stored(file, head, part) == read_stored(other_file, other, part)).all())
         if not is_equal:
             raise UserError(
                 f"{self.path}: {CONFIG} ties the LM head to the embedding, but {self._head} differs from {embedding}; set "
