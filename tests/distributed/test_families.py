@@ -1,7 +1,8 @@
 """Families with parts of their own under every kind of layout: parity with one process.
 
-Qwen2 has biases of queries, keys and values. Qwen3 has norms of queries and keys, which are replicated over tensor-parallel ranks.
-Gemma has post-norms, soft caps of scores and logits, and sliding windows, which are shorter than the sequences here. The encoders
+OLMo-2 has norms over all queries and keys of a token, of which tensor-parallel ranks have a part. Qwen2 has biases of queries,
+keys and values. Qwen3 has norms of queries and keys, which are replicated over tensor-parallel ranks. Gemma has post-norms, soft
+caps of scores and logits, and sliding windows, which are shorter than the sequences here. The encoders
 have bidirectional attention, a head with a transform and a bias, and masked tokens; ModernBERT has windows on both sides.
 """
 
@@ -24,6 +25,7 @@ from tests.training import (
     GPT_OSS,
     MISTRAL,
     MODERNBERT,
+    OLMO2,
     QWEN2,
     QWEN3,
     SHARED_EXPERTS,
@@ -50,6 +52,7 @@ ENCODERS: dict[str, Any] = {"BERT": BERT, "ModernBERT": MODERNBERT}
 MODELS = {
     "Mistral": MISTRAL,
     "SmolLM3": SMOLLM3,
+    "OLMo-2": OLMO2,
     "Qwen2": QWEN2,
     "Qwen3": QWEN3,
     "Gemma 2": GEMMA2,
@@ -61,6 +64,7 @@ MODELS = {
 OWN: dict[str, tuple[str, ...]] = {
     "mistral": (),
     "smollm3": (),
+    "olmo2": ("q_norm.weight", "k_norm.weight"),
     "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
     "qwen3": ("q_norm.weight", "k_norm.weight"),
     "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
@@ -86,10 +90,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
     "TP x FSDP, LoRA": (dict(tensor=2, shard=2), 2, LORA),
 }
-QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP", "BERT, TP", "ModernBERT, FSDP", "ModernBERT, CP, documents")
+QUICK = (
+    "OLMo-2, TP",
+    "Qwen2, TP",
+    "Qwen3, TP",
+    "Gemma 2, CP",
+    "BERT, TP",
+    "ModernBERT, FSDP",
+    "ModernBERT, CP, documents",
+)
 SLOW = (
     "SmolLM3, PP zbv x TP", "SmolLM3, TP x FSDP, compiled, selective",
     "Mistral, CP x TP", "Mistral, TP x FSDP, compiled, selective",
+    "OLMo-2, CP x TP", "OLMo-2, PP zbv x TP", "OLMo-2, TP x FSDP, compiled, selective",
     "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
     "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",
     "Gemma 3, TP", "BERT, CP", "BERT, PP zbv x TP", "BERT, TP x FSDP, documents, full checkpointing", "ModernBERT, CP x TP",
@@ -106,9 +119,10 @@ def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -
     layout, size, sections = LAYOUTS[name]
     model: Any = MODELS[family]
     training = dict(steps=2, local_batch_size=size)
-    found = parity(
-        tiny(tmp_path, "run", model=model, parallelism=parallelism_of(layout), training=training, **sections)
-    )
+    recipe = tiny(tmp_path, "run", model=model, parallelism=parallelism_of(layout), training=training, **sections)
+    # The norms of OLMo-2 multiply outputs that are small at first, and their rounding errors.
+    limits = {"weights": 2e-4} if case == "OLMo-2, TP x FSDP, LoRA" else {}
+    found = parity(recipe, **limits)
     names = next(names for prefix, names in OWN.items() if model.name.startswith(prefix))
     own = [value for name, value in found.state["model"].items() if name.endswith(names)]
     assert len(own) == len(names) * (model.num_layers if model.causal else 1)
@@ -116,7 +130,7 @@ def test_layout_matches_one_process(parity: Parity, tmp_path: Path, case: str) -
 
 
 @pytest.mark.parametrize(
-    "config", (GPT_, QWEN3, BERT, SHARED_EXPERTS, DEEPSEEK_V3, GPT_OSS), ids=lambda config: config.name
+    "config", (GPT_, OLMO2, QWEN3, BERT, SHARED_EXPERTS, DEEPSEEK_V3, GPT_OSS), ids=lambda config: config.name
 )
 def test_gradients_of_tensor_parallelism_without_sequence_parallelism(ranks: Ranks, config: Any) -> None:
     for errors in ranks(2).run(_errors_without_sequence_parallelism, config):

@@ -23,6 +23,7 @@ from titanlike.models.llama.config import LlamaConfig
 from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.olmo2.config import Olmo2Config
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
 from titanlike.models.smollm3.config import SmolLM3Config
@@ -67,6 +68,7 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Mistral, window": MistralConfig(**GROUPED, head_dim=24, sliding_window=40),
     "SmolLM3": SmolLM3Config(**GROUPED | dict(num_layers=5), no_rope_every=2),
     "SmolLM3, all with RoPE": SmolLM3Config(**GROUPED, no_rope_every=0),
+    "OLMo-2": Olmo2Config(**GROUPED),
     "Qwen2": Qwen2Config(**GROUPED),
     "Qwen3": Qwen3Config(**GROUPED, head_dim=24),
     "Gemma 2": Gemma2Config(**GEMMA, attention_soft_cap=5.0, logit_soft_cap=4.0),

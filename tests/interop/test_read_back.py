@@ -162,7 +162,7 @@ OF_EXPERTS = {"output_router_logits", "router_aux_loss_coef"}
 OF_DEEPSEEK = {*OF_EXPERTS, "head_dim", "pretraining_tp", "qk_head_dim"}
 WITHOUT_EFFECT = {
     "llama": {"pretraining_tp"}, "mistral": set(),
-    "smollm3": {"no_rope_layer_interval", *OF_QWEN}, "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
+    "smollm3": {"no_rope_layer_interval", *OF_QWEN}, "olmo2": set(), "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
     "gemma3": {*OF_GEMMA, "_sliding_window_pattern"}, "mixtral": OF_EXPERTS, "gpt_oss": OF_EXPERTS,
     "qwen3_moe": {*OF_EXPERTS, "intermediate_size", "num_local_experts"}, "deepseek_v2": OF_DEEPSEEK,
     "deepseek_v3": {*OF_DEEPSEEK, "num_nextn_predict_layers"},

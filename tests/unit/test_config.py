@@ -162,7 +162,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, none'),
         (
             '[model]\nname = "lama"',
-            'model.name = "lama" is not valid; did you mean "llama"? choose from llama, smollm3, qwen2, qwen3, '
+            'model.name = "lama" is not valid; did you mean "llama"? choose from llama, smollm3, olmo2, qwen2, qwen3, '
             "qwen3_moe, mistral, mixtral, deepseek_v2, deepseek_v3, gpt_oss, gemma2, gemma3, gpt",
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),

@@ -42,6 +42,7 @@ from titanlike.models.llama.model import Llama
 from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.olmo2.config import Olmo2Config
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model, register_model
 from titanlike.models.smollm3.config import SmolLM3Config
@@ -55,6 +56,7 @@ TINY_MISTRAL = MistralConfig(
 TINY_SMOLLM3 = SmolLM3Config(
     dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, rope_theta=100.0, no_rope_every=2
 )
+TINY_OLMO2 = Olmo2Config(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, rope_theta=100.0)
 TINY_QWEN2 = Qwen2Config(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, rope_theta=100.0)
 TINY_QWEN3 = Qwen3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, rope_theta=100.0
@@ -92,6 +94,7 @@ CAUSAL = [
     TINY_LLAMA,
     TINY_MISTRAL,
     TINY_SMOLLM3,
+    TINY_OLMO2,
     TINY_QWEN2,
     TINY_QWEN3,
     TINY_QWEN3_MOE,
@@ -322,6 +325,10 @@ def test_a_module_with_other_parameters_than_its_config_describes_is_refused(
         (MistralConfig, "Nemo-12B", 12_247_782_400, (32, 8), 131072, (1000000.0, 1.0), None),
         (MistralConfig, "Small-24B", 23_572_403_200, (32, 8), 32768, (100000000.0, 1.0), None),
         (SmolLM3Config, "3B", 3_075_098_624, (16, 4), 65536, (5000000.0, 1.0), None),
+        (Olmo2Config, "1B", 1_484_916_736, (16, 16), 4096, (500000.0, 1.0), None),
+        (Olmo2Config, "7B", 7_298_617_344, (32, 32), 4096, (500000.0, 1.0), None),
+        (Olmo2Config, "13B", 13_716_198_400, (40, 40), 4096, (500000.0, 1.0), None),
+        (Olmo2Config, "32B", 32_234_279_936, (40, 8), 4096, (500000.0, 1.0), None),
         (Qwen2Config, "2.5-0.5B", 494_032_768, (14, 2), 32768, (1000000.0, 1.0), None),
         (Qwen2Config, "2.5-1.5B", 1_543_714_304, (12, 2), 32768, (1000000.0, 1.0), None),
         (Qwen2Config, "2.5-3B", 3_085_938_688, (16, 2), 32768, (1000000.0, 1.0), None),

@@ -11,6 +11,7 @@ from titanlike.config.optimizer import OptimizerGroup
 from titanlike.models.bert.config import BERT_SIZES, BertConfig
 from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.olmo2.config import Olmo2Config
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.planning.job import Job
@@ -88,6 +89,7 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
     "T5, TP, full": (job("t5_base", 8, parallelism=dict(tensor=2), **FULL), 0),
     "T5, FSDP, selective, compiled": (job("t5_base", 8, compile=COMPILED, **SELECTIVE), 0),
     "T5, pairs": (job("t5_base", 8, data=dict(source="text", prompt_field="source")), 0),
+    "OLMo-2, TP x FSDP": (mixture((Olmo2Config, "7B"), parallelism=dict(tensor=2), **NONE), 0),
     "MoE, FSDP": (mixture(QWEN3_MOE, **NONE), 0),
     "DPO, LoRA, TP x FSDP": (job("dpo_llama3_8b", 8, model=FOUR, lora=dict(rank=16), parallelism=dict(tensor=2)), 0),
     "DPO, compiled, chunks": (

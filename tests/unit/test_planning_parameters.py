@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.simulated_memory.fakes import fake_process_group
-from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
+from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, OLMO2, QWEN2, QWEN3, QWEN3_MOE, tiny
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism
 from titanlike.models.common.config import TransformerConfig
@@ -48,6 +48,9 @@ def test_padding_and_tensor_parallel_shards(tmp_path: Path) -> None:
     shapes = {parameter.name: parameter.shape for parameter in stage_of(Job(recipe, 2), 0).blocks[0]}
     assert shapes["attention.wq.weight"] == (32, 64) and shapes["attention.wq.bias"] == (32,)
     assert shapes["attention.wo.weight"] == (64, 32) and shapes["attention.wo.bias"] == (64,)
+    recipe = tiny(tmp_path, "run", model=OLMO2, parallelism=Parallelism(tensor=2))
+    shapes = {parameter.name: parameter.shape for parameter in stage_of(Job(recipe, 2), 0).blocks[0]}
+    assert shapes["attention.q_norm.weight"] == (32,) and shapes["attention.k_norm.weight"] == (16,)
 
 
 FEW = replace(QWEN3_MOE, num_experts=3)

@@ -107,7 +107,8 @@ def _all_gather_by_cat_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGrou
     return torch.cat(gathered.chunk(group.size()), dim)
 
 
-def _all_reduce_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`all_reduce` without a gradient."""
     return compat.wait_tensor(compat.all_reduce(tensor.contiguous(), "sum", group))
 
 
@@ -123,7 +124,7 @@ _COLLECTIVES: dict[str, Callable[[Tensor, int, dist.ProcessGroup], Tensor]] = {
     "all_gather": all_gather_no_grad,
     "all_gather_by_cat": _all_gather_by_cat_no_grad,
     "reduce_scatter": reduce_scatter_no_grad,
-    "all_reduce": _all_reduce_no_grad,
+    "all_reduce": all_reduce_no_grad,
     "split": _split_no_grad,
     "identity": _identity,
 }

@@ -26,6 +26,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("llama", "LlamaConfig", "llama", "Llama"),
     "smollm3": Family("smollm3", "SmolLM3Config", "smollm3", "SmolLM3"),
+    "olmo2": Family("olmo2", "Olmo2Config", "olmo2", "Olmo2"),
     "qwen2": Family("qwen", "Qwen2Config", "qwen", "Qwen2"),
     "qwen3": Family("qwen", "Qwen3Config", "qwen", "Qwen3"),
     "qwen3_moe": Family("moe", "Qwen3MoeConfig", "qwen", "Qwen3Moe"),

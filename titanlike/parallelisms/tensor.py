@@ -34,6 +34,7 @@ from titanlike.distributed.autograd_collectives import (
 from titanlike.models.common.experts import BalanceLoss
 from titanlike.models.common.layers import TiedLMHead
 from titanlike.parallelisms.blocks import Blocks, check_choice, find_blocks, list_blocks
+from titanlike.parallelisms.sharded_norm import ShardedRMSNorm
 from titanlike.utils.modules import ParameterOwner, replace_modules
 
 SEQUENCE_DIM = 1  # of activations (B, T, D)
@@ -116,6 +117,14 @@ class LocalTokens(TensorParallelModule):
 
 class HeadParallel(TensorParallelModule):
     """A vector of which a rank has the numbers of its heads."""
+
+
+class ColwiseNorm(TensorParallelModule):
+    """An RMSNorm over the outputs of a colwise layer, of which a rank has a part: it divides by the root mean square of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Any = self.module
+        return cast(Tensor, ShardedRMSNorm.apply(x, norm.weight, norm.eps, self.group))
 
 
 class AllGatherInput(TensorParallelModule):
@@ -220,6 +229,7 @@ STYLES = {
     "replicated": Style(LocalTokens),
     "router": Style(LocalTokens),
     "head_parallel": Style(HeadParallel, Shard(0)),
+    "colwise_norm": Style(ColwiseNorm, Shard(0), module_class=nn.RMSNorm),
     "experts": Style(
         TensorParallelExperts,
         reduce_output="reduce_scatter",

@@ -13,7 +13,7 @@ from titanlike.float8.selection import float8_layers
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.moe.config import MoeConfig
 from titanlike.tools.planning.architecture import (
-    has_norm_after_residual,
+    has_norms_after_layers,
     has_post_norms,
     has_qk_norm,
     has_unit_offset_norm,
@@ -187,7 +187,7 @@ def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[
 
 def _norm_reads_sums(model: TransformerConfig) -> bool:
     """Whether a norm follows what attention and feed-forward return, or the sum of it and their input."""
-    return has_post_norms(model) or has_norm_after_residual(model)
+    return has_post_norms(model) or has_norms_after_layers(model)
 
 
 def _every_second_product(job: Job, index: int) -> float:

@@ -3,10 +3,11 @@
 from titanlike.models.bert.config import BertConfig
 from titanlike.models.common.config import TransformerConfig
 from titanlike.models.gemma.config import GemmaConfig
+from titanlike.models.olmo2.config import Olmo2Config
 
 
 def has_qk_norm(model: TransformerConfig) -> bool:
-    """Whether queries and keys are normalized over the head dimension."""
+    """Whether queries and keys are normalized."""
     return "attention.k_norm.weight" in model.block_parameters()
 
 
@@ -20,9 +21,9 @@ def has_post_norms(model: TransformerConfig) -> bool:
     return "post_ffn_norm.weight" in model.block_parameters()
 
 
-def has_norm_after_residual(model: TransformerConfig) -> bool:
-    """Whether the sums of the residual stream are normalized, and not the inputs of attention and feed-forward."""
-    return isinstance(model, BertConfig)
+def has_norms_after_layers(model: TransformerConfig) -> bool:
+    """Whether norms follow attention and feed-forward, before or after the residual connection, and none is before them."""
+    return isinstance(model, BertConfig | Olmo2Config)
 
 
 def latent_matrices(model: TransformerConfig) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from titanlike.recipe.distill import DistillRecipe, teacher_of
 from titanlike.recipe.dpo import reference_of
 from titanlike.recipe.finetune import lora_of
 from titanlike.recipe.seq2seq import Seq2SeqRecipe
-from titanlike.tools.planning.architecture import has_norm_after_residual, has_post_norms
+from titanlike.tools.planning.architecture import has_norms_after_layers, has_post_norms
 from titanlike.tools.planning.program import TITANLIKE, Program
 
 
@@ -105,7 +105,7 @@ class Job:
     def reads_last_product(self) -> bool:
         """Whether the backward pass reads the output of a block's last matmul, which dropout or a norm follows."""
         model = self.recipe.model
-        return model.dropout > 0 or has_post_norms(model) or has_norm_after_residual(model)
+        return model.dropout > 0 or has_post_norms(model) or has_norms_after_layers(model)
 
     @property
     def num_data_ranks(self) -> int:

@@ -15,6 +15,7 @@ SHARDED = {
     "vocab_parallel": 0,
     "lm_head": 0,
     "colwise": 0,
+    "colwise_norm": 0,
     "head_parallel": 0,
     "rowwise": 1,
     "colwise_embedding": 1,

@@ -190,16 +190,19 @@ def _tensor(job: Job, block: BlockCollectives, totals: Totals) -> None:
     element = DTYPE_BYTES[recipe.training.compute_dtype]
     float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
     needs_grad = block.needs_grad
+    forward = 1 + block.recomputed + job.frozen_forwards
+    for name, spec in recipe.model.block_parameters().items():
+        if spec.style == "colwise_norm":  # a mean square of each token, and its gradient
+            trains = needs_grad or bool(block.adapted & {name.replace("_norm.weight", "").replace(".", ".w")})
+            totals.add("all-reduce", "tensor", "activations", num * (forward + trains), block.tokens * FLOAT32)
     layers = [layer for layer in block.layers if layer.gathers]
     for layer in layers:
-        frozen = job.frozen_forwards
-        forward = 1 + block.recomputed + frozen
         # The router and the experts read the input, too, and not in float8.
         gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
         is_last = layer is layers[-1] and not block.reads_output
-        scatters = 1 + frozen if is_last else forward
+        scatters = 1 + job.frozen_forwards if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
         totals.add("reduce-scatter", "tensor", "activations", both * forward * num, elements * element)
