@@ -31,6 +31,7 @@ from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.olmo2.config import Olmo2Config
+from titanlike.models.phi3.config import Phi3Config
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
 from titanlike.models.smollm3.config import SmolLM3Config
@@ -56,6 +57,7 @@ MISTRAL = MistralConfig(
 )
 SMOLLM3 = SmolLM3Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, no_rope_every=2)
 OLMO2 = Olmo2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+PHI3 = Phi3Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, sliding_window=11)
 QWEN2 = Qwen2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 QWEN3 = Qwen3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True

@@ -24,6 +24,7 @@ from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.olmo2.config import Olmo2Config
+from titanlike.models.phi3.config import Phi3Config
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model
 from titanlike.models.smollm3.config import SmolLM3Config
@@ -66,6 +67,8 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
     "Mistral": MistralConfig(**GROUPED, head_dim=24),
     "Mistral, window": MistralConfig(**GROUPED, head_dim=24, sliding_window=40),
+    "Phi-3": Phi3Config(**GROUPED, sliding_window=40),
+    "Phi-4": Phi3Config(**GROUPED, rope_theta=250000.0),
     "SmolLM3": SmolLM3Config(**GROUPED | dict(num_layers=5), no_rope_every=2),
     "SmolLM3, all with RoPE": SmolLM3Config(**GROUPED, no_rope_every=0),
     "OLMo-2": Olmo2Config(**GROUPED),

@@ -86,6 +86,7 @@ def test_a_resumed_run_does_without_the_weights_it_started_from(tmp_path: Path) 
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
+                ("TP-FSDP", "Phi-3"),
                 ("TP-FSDP", "Qwen3"),
                 ("EP-TP", "Qwen3-MoE"),
                 ("EP-FSDP", "Qwen3-MoE"),

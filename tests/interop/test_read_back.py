@@ -161,7 +161,7 @@ OF_GEMMA = {"hidden_act", "sliding_window_pattern"}
 OF_EXPERTS = {"output_router_logits", "router_aux_loss_coef"}
 OF_DEEPSEEK = {*OF_EXPERTS, "head_dim", "pretraining_tp", "qk_head_dim"}
 WITHOUT_EFFECT = {
-    "llama": {"pretraining_tp"}, "mistral": set(),
+    "llama": {"pretraining_tp"}, "mistral": set(), "phi3": {"original_max_position_embeddings"},
     "smollm3": {"no_rope_layer_interval", *OF_QWEN}, "olmo2": set(), "qwen2": OF_QWEN, "qwen3": OF_QWEN, "gemma2": OF_GEMMA,
     "gemma3": {*OF_GEMMA, "_sliding_window_pattern"}, "mixtral": OF_EXPERTS, "gpt_oss": OF_EXPERTS,
     "qwen3_moe": {*OF_EXPERTS, "intermediate_size", "num_local_experts"}, "deepseek_v2": OF_DEEPSEEK,
@@ -241,6 +241,8 @@ ROPE_CASES: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2", {"rope_scaling": YARN}, "the RoPE type 'yarn' is not supported; only 'default' is"),
     ("Qwen3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "the RoPE type 'dynamic' is not supported"),
     ("Gemma 3", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "the RoPE type 'yarn' is not supported"),
+    ("Phi-3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "the RoPE type 'longrope' is not supported; only"),
+    ("Phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported; only 1.0 is"),
     ("ModernBERT", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "the RoPE type 'linear' is not supported"),
     # What scales cosines and sines.
     ("DeepSeek-V3", {"rope_scaling": MSCALE | {"attention_factor": 1.3}}, "attention_factor = 1.3 is not supported; only 1.0 is"),

@@ -163,7 +163,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         (
             '[model]\nname = "lama"',
             'model.name = "lama" is not valid; did you mean "llama"? choose from llama, smollm3, olmo2, qwen2, qwen3, '
-            "qwen3_moe, mistral, mixtral, deepseek_v2, deepseek_v3, gpt_oss, gemma2, gemma3, gpt",
+            "qwen3_moe, mistral, phi3, mixtral, deepseek_v2, deepseek_v3, gpt_oss, gemma2, gemma3, gpt",
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),

@@ -43,6 +43,7 @@ from titanlike.models.mistral.config import MistralConfig
 from titanlike.models.modernbert.config import ModernBertConfig
 from titanlike.models.moe.config import MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.olmo2.config import Olmo2Config
+from titanlike.models.phi3.config import Phi3Config
 from titanlike.models.qwen.config import Qwen2Config, Qwen3Config
 from titanlike.models.registry import build_model, register_model
 from titanlike.models.smollm3.config import SmolLM3Config
@@ -324,6 +325,9 @@ def test_a_module_with_other_parameters_than_its_config_describes_is_refused(
         (MistralConfig, "7B-v0.3", 7_248_023_552, (32, 8), 32768, (1000000.0, 1.0), None),
         (MistralConfig, "Nemo-12B", 12_247_782_400, (32, 8), 131072, (1000000.0, 1.0), None),
         (MistralConfig, "Small-24B", 23_572_403_200, (32, 8), 32768, (100000000.0, 1.0), None),
+        (Phi3Config, "3-mini-4k", 3_821_079_552, (32, 32), 4096, (10000.0, 1.0), None),
+        (Phi3Config, "3-medium-4k", 13_960_238_080, (40, 10), 4096, (10000.0, 1.0), None),
+        (Phi3Config, "4-14B", 14_659_507_200, (40, 10), 16384, (250000.0, 1.0), None),
         (SmolLM3Config, "3B", 3_075_098_624, (16, 4), 65536, (5000000.0, 1.0), None),
         (Olmo2Config, "1B", 1_484_916_736, (16, 16), 4096, (500000.0, 1.0), None),
         (Olmo2Config, "7B", 7_298_617_344, (32, 32), 4096, (500000.0, 1.0), None),

@@ -47,7 +47,7 @@ def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
             parts = [(spec.at(i).hf_name, shape[1:], one) for i, one in enumerate(ranges)]
         for hf_name, part_shape, shard_range in parts:
             full = list(part_shape)
-            full[output_dim(spec)] *= spec.num_parts
+            full[output_dim(spec)] = sum(spec.parts) or full[output_dim(spec)]
             tensor = StoredTensor(tuple(_as_stored(spec, full)), spec, {})
             stored.setdefault(hf_name, tensor).parts[spec.part] = (name, shard_range)
     for hf_name, name in config.hf_copies().items():
@@ -71,16 +71,21 @@ def stored_part(spec: ParameterSpec, shard_range: ShardRange) -> list[slice]:
     """Returns where the values of a shard of a parameter are in a stored tensor, with the values of other parts in between."""
     start, size, dim = list(shard_range.offset), list(shard_range.shape), output_dim(spec)
     if dim:
-        start[dim], size[dim] = start[dim] * spec.num_parts, size[dim] * spec.num_parts
+        start[dim], size[dim] = start[dim] * _step(spec), size[dim] * _step(spec)
     else:
-        start[0] += spec.part * shard_range.global_shape[0]
+        start[0] += sum(spec.parts[: spec.part])
     return _as_stored(spec, [slice(first, first + number) for first, number in zip(start, size, strict=True)])
 
 
 def select_part(spec: ParameterSpec, values: Tensor) -> Tensor:
     """Returns the values of a shard of a parameter, from the values at its `stored_part`."""
     values = values.mT if spec.transposed else values
-    return values[:, spec.part :: spec.num_parts] if output_dim(spec) else values
+    return values[:, spec.part :: _step(spec)] if output_dim(spec) else values
+
+
+def _step(spec: ParameterSpec) -> int:
+    """Returns the number of parameters whose outputs alternate."""
+    return max(len(spec.parts), 1)
 
 
 def _as_stored(spec: ParameterSpec, dimensions: list[T]) -> list[T]:

@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen3": Family("qwen", "Qwen3Config", "qwen", "Qwen3"),
     "qwen3_moe": Family("moe", "Qwen3MoeConfig", "qwen", "Qwen3Moe"),
     "mistral": Family("mistral", "MistralConfig", "mistral", "Mistral"),
+    "phi3": Family("phi3", "Phi3Config", "mistral", "Mistral"),
     "mixtral": Family("moe", "MixtralConfig", "moe", "MoeLlama"),
     "deepseek_v2": Family("deepseek", "DeepseekV2Config", "deepseek", "Deepseek"),
     "deepseek_v3": Family("deepseek", "DeepseekV3Config", "deepseek", "Deepseek"),

@@ -26,7 +26,7 @@ def export_adapter(weights: Weights, folder: Path) -> int:
         raise UserError(f"{weights.path} has no LoRA adapters; omit --adapter to export the model")
     plan = hf_parameters(weights.config)
     tensors = [plan[f"{layer}.weight"] for layer in layers]
-    fused = [layer for layer, tensor in zip(layers, tensors, strict=True) if tensor.num_parts > 1]
+    fused = [layer for layer, tensor in zip(layers, tensors, strict=True) if tensor.parts]
     if fused:
         raise UserError(
             f"{fused[0]} is a part of a larger matrix in {weights.config.hf_architecture}, for which PEFT has one adapter; omit "

@@ -24,11 +24,11 @@ class LayerNormConfig(TransformerConfig):
     """Whether checkpoints of transformers have matrices as (inputs, outputs)."""
 
     def linear(
-        self, name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, num_parts: int = 1
+        self, name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, parts: tuple[int, ...] = ()
     ) -> dict[str, ParameterSpec]:
-        """Returns the parameters of a linear layer. `part` and `num_parts` are as in `ParameterSpec`."""
-        weight = {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts, self.transposed)}
-        bias = {f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, num_parts)}
+        """Returns the parameters of a linear layer. `part` and `parts` are as in `ParameterSpec`."""
+        weight = {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, parts, self.transposed)}
+        bias = {f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, parts)}
         return weight | bias if self.biases else weight
 
     def norm(self, name: str, hf_name: str) -> dict[str, ParameterSpec]:

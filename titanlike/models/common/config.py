@@ -36,7 +36,8 @@ class ParameterSpec(NamedTuple):
     stack of tensors, as the matrices of experts can be, if there is another `*`: the index in its first dimension."""
     part: int = 0
     """Which of several parameters that are stored as one tensor: in order along the output dimension; parts of stacks alternate."""
-    num_parts: int = 1
+    parts: tuple[int, ...] = ()
+    """Outputs of each of these parameters; those whose outputs alternate have the same number. Empty: it is stored by itself."""
     transposed: bool = False
     """Whether the matrix is stored as (inputs, outputs)."""
     keeps_float32: bool = False

@@ -63,11 +63,12 @@ class GPTConfig(LayerNormConfig):
     def block_parameters(self) -> dict[str, ParameterSpec]:
         # Checkpoints of transformers have one matrix for queries, keys and values.
         wide, narrow, square = (4 * self.dim, self.dim), (self.dim, 4 * self.dim), (self.dim, self.dim)
+        qkv = (self.dim,) * 3
         return {
             **self.norm("attention_norm", f"{LAYER}.ln_1"),
-            **self.linear("attention.wq", square, "colwise", f"{LAYER}.attn.c_attn", 0, 3),
-            **self.linear("attention.wk", square, "colwise", f"{LAYER}.attn.c_attn", 1, 3),
-            **self.linear("attention.wv", square, "colwise", f"{LAYER}.attn.c_attn", 2, 3),
+            **self.linear("attention.wq", square, "colwise", f"{LAYER}.attn.c_attn", 0, qkv),
+            **self.linear("attention.wk", square, "colwise", f"{LAYER}.attn.c_attn", 1, qkv),
+            **self.linear("attention.wv", square, "colwise", f"{LAYER}.attn.c_attn", 2, qkv),
             **self.linear("attention.wo", square, "rowwise", f"{LAYER}.attn.c_proj"),
             **self.norm("ffn_norm", f"{LAYER}.ln_2"),
             **self.linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.c_fc"),

@@ -80,14 +80,15 @@ class GptOssConfig(MoeConfig):
         for name, router_shape in (("weight", (self.num_experts, self.dim)), ("bias", (self.num_experts,))):
             parameters[f"router.{name}"] = ParameterSpec(router_shape, "router", f"{LAYER}.mlp.router.{name}")
         # All experts of a block are one stored tensor, and the outputs of w1 and w3 alternate in it.
-        for name, hf_name, part, num_parts in (
-            ("w1", "gate_up_proj", 0, 2), ("w2", "down_proj", 0, 1), ("w3", "gate_up_proj", 1, 2),
+        both = (self.ffn_dim, self.ffn_dim)
+        for name, hf_name, part, parts in (
+            ("w1", "gate_up_proj", 0, both), ("w2", "down_proj", 0, ()), ("w3", "gate_up_proj", 1, both),
         ):  # fmt: skip
             outputs, inputs = (self.dim, self.ffn_dim) if name == "w2" else (self.ffn_dim, self.dim)
             stored = f"{LAYER}.mlp.experts.{hf_name}"
             shape = (self.num_experts, outputs, inputs)
-            parameters[f"experts.{name}"] = ParameterSpec(shape, "experts", stored, part, num_parts, transposed=True)
-            biases[f"experts.{name}_bias"] = ParameterSpec(shape[:2], "experts", f"{stored}_bias", part, num_parts)
+            parameters[f"experts.{name}"] = ParameterSpec(shape, "experts", stored, part, parts, transposed=True)
+            biases[f"experts.{name}_bias"] = ParameterSpec(shape[:2], "experts", f"{stored}_bias", part, parts)
         return {f"feed_forward.{name}": spec for name, spec in (parameters | biases).items()}
 
     def num_active_parameters(self) -> int:

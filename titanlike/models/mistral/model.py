@@ -1,4 +1,4 @@
-"""Mistral in plain PyTorch: the decoder of Llama, with sliding-window attention in all blocks or in none."""
+"""Mistral and Phi-3 in plain PyTorch: the decoder of Llama, with sliding-window attention in all blocks or in none."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from titanlike.models.llama.model import Attention, Block, FeedForward, Llama
 
 
 class Mistral(Llama):
-    """A decoder of the Mistral family."""
+    """A decoder of the Mistral or Phi-3 family."""
 
     def build_block(self, index: int) -> nn.Module:
         """Returns a block, with a window or without."""

@@ -74,16 +74,17 @@ class ModernBertConfig(EncoderConfig):
     def block_parameters(self) -> dict[str, ParameterSpec]:
         # Checkpoints of transformers have one matrix for queries, keys and values, and one for both inputs of the gate.
         wide, narrow, square = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim), (self.dim, self.dim)
+        qkv, both = (self.dim,) * 3, (self.ffn_dim,) * 2
         return {
             **self.norm("attention_norm", f"{LAYER}.attn_norm"),
-            **self.linear("attention.wq", square, "colwise", f"{LAYER}.attn.Wqkv", 0, 3),
-            **self.linear("attention.wk", square, "colwise", f"{LAYER}.attn.Wqkv", 1, 3),
-            **self.linear("attention.wv", square, "colwise", f"{LAYER}.attn.Wqkv", 2, 3),
+            **self.linear("attention.wq", square, "colwise", f"{LAYER}.attn.Wqkv", 0, qkv),
+            **self.linear("attention.wk", square, "colwise", f"{LAYER}.attn.Wqkv", 1, qkv),
+            **self.linear("attention.wv", square, "colwise", f"{LAYER}.attn.Wqkv", 2, qkv),
             **self.linear("attention.wo", square, "rowwise", f"{LAYER}.attn.Wo"),
             **self.norm("ffn_norm", f"{LAYER}.mlp_norm"),
-            **self.linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.Wi", 0, 2),
+            **self.linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.Wi", 0, both),
             **self.linear("feed_forward.w2", narrow, "rowwise", f"{LAYER}.mlp.Wo"),
-            **self.linear("feed_forward.w3", wide, "colwise", f"{LAYER}.mlp.Wi", 1, 2),
+            **self.linear("feed_forward.w3", wide, "colwise", f"{LAYER}.mlp.Wi", 1, both),
         }
 
     def last_parameters(self) -> dict[str, ParameterSpec]:
