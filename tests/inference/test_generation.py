@@ -39,7 +39,7 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
 
 
 @pytest.mark.parametrize(
-    "name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral", "DeepSeek-V2", "GPT-OSS"]
+    "name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "OLMo-2", "Mixtral", "DeepSeek-V2", "GPT-OSS"]
 )
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
     config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
