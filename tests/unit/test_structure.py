@@ -48,7 +48,7 @@ LAYERS_OF_TOOLS = [
         "schema",
     },
 ]
-MAX_CORE_LINES = 29_634
+MAX_CORE_LINES = 29_644
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents and path.name != "__main__.py"]
 
