@@ -47,7 +47,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 # What llama.cpp does not compute, and what another model has, too.
 OMITTED = (
-    "Mistral, window", "SmolLM3, all with RoPE", "Qwen3-MoE, router not normalized", "Moonlight",
+    "Mistral, window", "Phi-3", "SmolLM3, all with RoPE", "Qwen3-MoE, router not normalized", "Moonlight",
     "tied", "theta", "Llama 3.1", "DeepSeek-V2", "GPT-OSS, no window",
 )  # fmt: skip
 MODELS: dict[str, TransformerConfig] = {
