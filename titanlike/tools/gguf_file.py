@@ -65,7 +65,9 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", neighbors=True),
     "MistralForCausalLM": Architecture("llama", neighbors=True, only={"sliding_window": 0}),
     "Phi3ForCausalLM": Architecture("llama", neighbors=True, only={"sliding_window": 0}),
-    "Olmo2ForCausalLM": Architecture("olmo2", names={"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2", names={"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
+    ),
     "MixtralForCausalLM": Architecture("llama", neighbors=True),
     "SmolLM3ForCausalLM": Architecture("smollm3", neighbors=True, only={"no_rope_every": 4}),
     "Qwen2ForCausalLM": Architecture("qwen2"),
@@ -105,7 +107,9 @@ def export_gguf(weights: Weights, file: Path, *, dtype: str = "") -> int:
     except ImportError:
         raise UserError('--format gguf requires the package gguf; run: pip install "titanlike[gguf]"') from None
     matrix_type, file_type = FILE_TYPES[dtype or str(weights.dtype("tok_embeddings.weight")).removeprefix("torch.")]
-    name = config.label().replace("phi3", "phi")  # llama.cpp changes tokens, which it expects, of a model with that name
+    name = config.label().replace(
+        "phi3", "phi"
+    )  # llama.cpp changes tokens, which it expects, of a model with that name
     keys = {"general.name": name, "general.file_type": file_type}
     keys |= {f"{arch.name}.{key}": value for key, value in _hyperparameters(config, arch).items()}
     keys |= {f"tokenizer.{key}": value for key, value in _tokenizer(weights).items()}
