@@ -132,7 +132,7 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
         load_sweep(arguments.sweep, Arguments([str(arguments.sweep), *overrides]).overrides)
     elif words[0] in ("plan", "launch", "profile", "verify", "data"):
         if words[0] == "verify" and ".py:" in arguments.recipe:  # a module of the reader's
-            assert parse_mesh(arguments.layout)
+            assert arguments.compile or parse_mesh(arguments.layout)
             return None
         named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
@@ -141,7 +141,7 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
             load_hardware(arguments.hardware)
             return None
         command_line = Arguments([str(named), *overrides])
-        layout = parse_layout(arguments.layout) if words[0] == "verify" else {}
+        layout = parse_layout(arguments.layout) if getattr(arguments, "layout", None) else {}
         keys = {f"parallelism.{key}": value for key, value in layout.items()}
         recipe = load_known(named, command_line.overrides | keys)
         if layout:

@@ -25,6 +25,7 @@ from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.verify.batches import first_difference, read_batches
+from titanlike.tools.verify.compiled import check_backend, known_bugs, verify_compiled_file
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
 from titanlike.tools.verify.small_recipe import fitting_batch, shrink
@@ -349,3 +350,110 @@ def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
     done = verify(tmp_path, "build.py:other", "--layout", "tensor=2")
     assert done.returncode == 2
     assert done.stderr == "error: build.py has no function other, which returns the module\n"
+
+
+def compared(capsys: pytest.CaptureFixture[str], target: Path, backend: str, steps: int = 1) -> tuple[Any, str]:
+    """Returns the exit code of `verify --compile`, and what it prints."""
+    with pytest.raises(SystemExit) as ended:
+        verify_compiled_file(f"{target}:model", backend, steps)
+    return ended.value.code, capsys.readouterr().out
+
+
+TWO_BLOCKS = """
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([MLP(), MLP()])
+        self.blocks[1].wrong = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+def net() -> nn.Module:
+    return Net()
+"""
+
+
+def test_compiled_code_of_a_module_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_build(tmp_path)
+    build = tmp_path / "build.py"
+    code, text = compared(capsys, build, "aot_eager", steps=3)
+    assert code == 0
+    assert text.startswith(
+        f"{build}:model compiled with aot_eager (torch {torch.__version__}) against eager code, 3 steps"
+    )
+    assert re.search(r"^  accumulated gradients, step 3 +6 tensors   \d\.\de[+-]\d\d$", text, re.MULTILINE)
+    assert text.endswith("\nequal within tolerance\n")
+    # An error of the first part of the compiler, in the second of two blocks.
+    write_build(
+        tmp_path,
+        ("    def __init__(self) -> None:\n", "    wrong = 0.0\n\n    def __init__(self) -> None:\n"),
+        ("return x + ", "return x * (1.0 + self.wrong * torch.compiler.is_compiling()) + "),
+        ("def model() -> nn.Module:\n    return MLP()\n", TWO_BLOCKS.replace("net()", "model()")),
+    )
+    code, text = compared(capsys, build, "aot_eager")
+    assert code == 1
+    assert "NOT equal: outputs, step 1: blocks.1 is not proportional to that of eager code (relative" in text
+    assert re.search(r"rounding explains a relative difference of 1e-04; this one is \d\.\de-0[12]\n", text)
+    assert "part of the compiler: TorchDynamo, which captures the graph (backend eager is the first" in text
+    # A bug of the installed torch.
+    write_build(tmp_path, ("x + self.down(", "x + nn.functional.dropout(self.down("), (".relu())", ".relu()), 0.2)"))
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        code, text = compared(capsys, build, "aot_eager")
+    assert code == 1 and "NOT equal: gradients with dropout: down.bias is not proportional" in text
+    assert "part of the compiler: AOTAutograd, which traces the backward pass" in text
+    assert text.endswith("or dropout that is a function of its inputs\n") and "has pytorch #190758: " in text
+
+
+def test_what_cannot_be_compiled_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_build(
+        tmp_path,
+        ("def model() ->", "def compile(model):\n    pass\n\n\ndef model() ->"),
+        ("    return MLP()", "    exit(0)"),
+    )
+    for backend, message in (
+        ("aot_eager", "compile(model) of this file chooses the backend; remove --compile.backend=aot_eager"),
+        ("", "its code calls sys.exit(0); remove that"),
+    ):
+        with pytest.raises(UserError) as caught:
+            verify_compiled_file(f"{tmp_path}/build.py:model", backend, 1)
+        assert message in str(caught.value)
+    monkeypatch.setattr("titanlike.utils.system.cxx_compiler", lambda: None)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler, which the backend inductor needs: apt-get install"):
+        check_backend("inductor")
+
+
+def test_compiled_code_of_a_recipe_is_compared(tmp_path: Path) -> None:
+    done = verify(
+        tmp_path, str(ROOT / "train_configs/debug.toml"), "--compile", "--compile.backend=aot_eager", "--steps", "2",
+        "--activation_checkpoint.mode=full", "--training.compute_dtype=bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^  accumulated gradients, step 2 +21 tensors   [1-9]\.\de-0[78]$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"bfloat16, distance from eager float32; eager bfloat16 explains outputs \d\.\de-0[123], loss", done.stdout
+    )
+    assert done.stdout.count("\nequal within tolerance\n") == 2
+
+
+@pytest.mark.slow
+def test_the_code_of_inductor_is_compared(tmp_path: Path) -> None:
+    done = verify(tmp_path, "debug", "--compile", "--activation_checkpoint.mode=selective", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"debug\.toml compiled with inductor \(torch ", done.stdout)
+    assert done.stdout.endswith("\nequal within tolerance\n")
+
+
+def test_what_verify_compile_does_not_take_is_reported(tmp_path: Path) -> None:
+    done = verify(tmp_path, "debug", "--compile", "--layout", "tensor=2")
+    assert done.returncode == 2 and "argument --layout: not allowed with argument --compile" in done.stderr
+    done = verify(tmp_path, "build.py:model", "--compile", "--model.dim=64")
+    assert done.returncode == 2
+    assert done.stderr == "error: build.py:model is no recipe, so it takes --compile.backend, and no --model.dim\n"
+
+
+def test_known_bugs_are_those_of_the_release() -> None:
+    for version, issues in (("2.9.1", [96693]), ("2.14.1+cpu", [193061, 190758]), ("2.15.0", [190758]), ("3.0.0", [])):
+        assert [bug.issue for bug in known_bugs(version)] == issues

@@ -1,7 +1,7 @@
 """Private APIs of torch that training uses, each in one place, with the reason for its use. `missing` names those that an installed
 torch lacks.
 
-Other modules use public APIs only, except for `tools/planning/torch_internals.py`, which has what the planner uses. Supports torch
+Other modules use public APIs only, except for `tools/planning/torch_internals.py`, which has what tools use. Supports torch
 2.11 to 2.15: features are probed, versions are not compared.
 """
 

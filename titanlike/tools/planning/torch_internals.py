@@ -1,4 +1,8 @@
-"""Private APIs of torch that the planner uses, each with the reason. `titanlike.utils.compat` has those that training uses."""
+"""Private APIs of torch that tools use, each with the reason. `titanlike.utils.compat` has those that training uses."""
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +12,15 @@ from torch.distributed import pipelining
 REQUIRED = (
     ("torch", "_scaled_mm", "calibration of float8 matmuls"),
     ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime._prepare_schedule_with_comms", "`titanlike plan`"),
+    ("torch._inductor.config", "fallback_random", "`titanlike verify --compile`"),
 )  # fmt: skip
+
+
+def eager_random_numbers() -> AbstractContextManager[None]:
+    """Has code that is compiled in the context draw the random numbers of eager code. The public option is for one backend only."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    found: AbstractContextManager[None] = config.patch(fallback_random=True)
+    return found
 
 
 def float8_matmul(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Compares what the ranks of a layout recorded of a module with what one process recorded. Needs no process group.
+"""Compares what the ranks of a layout, or compiled code, recorded of a module with what one process, or eager code, recorded.
+Needs no process group.
 
-`finding.py` says in words what is wrong first, and what usually causes that.
+`diagnosis.py` says in words what is wrong first, and what usually causes that.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,12 +16,16 @@ from torch import Tensor
 INITIAL, INITIAL_BUFFERS, OUTPUTS, LOSS = "initial weights", "initial buffers", "outputs", "loss"
 GRADIENTS, NORM, WEIGHTS, STATE = "gradients", "gradient norm", "weights", "optimizer state"
 BUFFERS, DROPOUT = "buffers", "dropout"
-KINDS = (INITIAL, INITIAL_BUFFERS, OUTPUTS, LOSS, GRADIENTS, NORM, WEIGHTS, STATE, BUFFERS, DROPOUT)
+ACCUMULATED, WITH_DROPOUT = "accumulated gradients", "gradients with dropout"  # of compiled code
+KINDS = (
+    INITIAL, INITIAL_BUFFERS, OUTPUTS, LOSS, GRADIENTS, ACCUMULATED, NORM, WEIGHTS, STATE, BUFFERS, DROPOUT, WITH_DROPOUT
+)  # fmt: skip
 # Relative to the largest element of a tensor: float32 sums in another order, which an optimizer may amplify.
 TOLERANCES = {
     INITIAL: 1e-6, INITIAL_BUFFERS: 1e-6, OUTPUTS: 1e-4, LOSS: 1e-5, GRADIENTS: 1e-4, NORM: 1e-4, WEIGHTS: 1e-4, STATE: 1e-3,
     BUFFERS: 1e-4,
 }  # fmt: skip
+COMPILED_TOLERANCES = TOLERANCES | {ACCUMULATED: 1e-4, WITH_DROPOUT: 1e-4}
 SMALLEST = (
     1e-3  # a tensor with smaller elements is compared relative to this fraction of the largest element of its phase
 )
@@ -41,6 +46,10 @@ class ProcessRecord:
     order: list[str] = field(default_factory=list)  # modules and parameters, in the order of their first use
     ties: dict[str, str] = field(default_factory=dict)  # further names of a parameter, and the name of its tensors
     dropout_inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def only(self, kinds: Container[str]) -> "ProcessRecord":
+        """Returns the record without tensors of other kinds."""
+        return replace(self, tensors={phase: each for phase, each in self.tensors.items() if phase[0] in kinds})
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ def compare(
 
 def _when(phase: Phase) -> tuple[int, int, int]:
     kind, step = phase
-    return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)
+    return 2 if kind in (BUFFERS, DROPOUT, WITH_DROPOUT) else min(step, 1), step, KINDS.index(kind)
 
 
 def _compare_tensors(
@@ -142,7 +151,9 @@ def _compare_tensors(
         wrong = wrong if worst > tolerance else []
         sizes = sizes if "" in sizes else {}
     position = {name: number for number, name in enumerate(one.order)}
-    sign = -1 if kind == GRADIENTS else 1  # the backward pass starts at the end of the network
+    sign = (
+        -1 if kind in (GRADIENTS, ACCUMULATED, WITH_DROPOUT) else 1
+    )  # the backward pass starts at the end of the network
     wrong.sort(key=lambda difference: sign * position.get(difference.name.partition(": ")[0], len(position)))
     num_problems = sum(bool(each.problem) for each in wrong)
     return Comparison(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlike.tools.verify.comparison import (
+    ACCUMULATED,
     BUFFERS,
     DROPOUT,
     GRADIENTS,
@@ -17,6 +18,7 @@ from titanlike.tools.verify.comparison import (
     PROPORTIONAL,
     STATE,
     WEIGHTS,
+    WITH_DROPOUT,
     Comparison,
     Difference,
 )
@@ -49,6 +51,16 @@ def first_finding(
     return None
 
 
+def first_finding_of_compiled(comparisons: Sequence[Comparison]) -> Diagnosis | None:
+    """Returns what is wrong first in compiled code, or None if it agrees with eager code."""
+    for comparison in comparisons:
+        if comparison.wrong:
+            first = comparison.wrong[0]
+            detail = describe(comparison, first, reference="eager code")
+            return Diagnosis(comparison, first, detail, usual_cause_of_compiled(comparison, first))
+    return None
+
+
 def shown_factor(factor: float) -> str:
     """Returns a factor as a reader recognizes it: 2, 1/4, -1."""
     if abs(factor) < PROPORTIONAL:
@@ -61,7 +73,7 @@ def shown_factor(factor: float) -> str:
     return f"{factor:.4g}"
 
 
-def describe(comparison: Comparison, first: Difference) -> str:
+def describe(comparison: Comparison, first: Difference, reference: str = "one process") -> str:
     """Returns which tensor is wrong, by what factor, and how many others are."""
     kind = comparison.kind
     name = kind if kind in (LOSS, NORM) else first.name or "the output of the model"
@@ -74,13 +86,13 @@ def describe(comparison: Comparison, first: Difference) -> str:
         detail = f"{name} {first.problem}"
     elif first.across:
         detail = f"{name} differs between {ranks}"
-        detail += f"; the {first.combined} over them is that of one process" if first.combined else ""
+        detail += f"; the {first.combined} over them is that of {reference}" if first.combined else ""
     elif first.factor is not None:
-        detail = f"{name} is {shown_factor(first.factor)} times that of one process"
+        detail = f"{name} is {shown_factor(first.factor)} times that of {reference}"
     elif first.part:
         detail = f"{name} is wrong in {first.part}"
     else:
-        detail = f"{name} is not proportional to that of one process (relative difference {first.size:.1e})"
+        detail = f"{name} is not proportional to that of {reference} (relative difference {first.size:.1e})"
     if kind in (LOSS, NORM):
         return detail
     if kind == OUTPUTS:
@@ -144,6 +156,49 @@ def usual_cause(
     if first.problem == "differs":
         return f"these ranks drop other elements of the same activation; seed the ranks of {across} alike"
     return f"these ranks have the same random state for different activations; add the rank along {across} to the seed"
+
+
+def usual_cause_of_compiled(comparison: Comparison, first: Difference) -> str:
+    """Returns what usually makes compiled code differ from eager code."""
+    kind, step = comparison.kind, comparison.step
+    if kind in (INITIAL, INITIAL_BUFFERS):
+        return "what is applied together with compilation changes the weights"
+    if kind == WITH_DROPOUT:
+        if first.name == LOSS:
+            return "with one random state, the compiled forward pass applies other masks than eager code"
+        return (
+            "without dropout they agree: the backward pass draws the mask of dropout again, and another one than the forward pass "
+            "has applied"
+        )
+    if kind == ACCUMULATED:
+        return (
+            "the gradient of the first micro-batch agrees, and the second one overwrites it: compiled code, such as a CUDA graph, "
+            "returns its gradients in the same memory at each call, which autograd has taken for .grad"
+        )
+    if step == 2:
+        return (
+            "step 1 agrees: the compiled code has the first weights, or another value of the first call, as a constant"
+        )
+    if step > 2:
+        return "earlier steps agree: the code that is compiled again for another number of rows or length, or its guards, is wrong"
+    if kind == OUTPUTS:
+        return "a decomposition or a kernel of this module's forward pass computes something else"
+    if kind == LOSS:
+        return "the outputs agree, so the compiled loss computes something else"
+    if kind == GRADIENTS:
+        if first.part:
+            return (
+                "the backward pass does not write a part of it: gradients of its slices share one buffer, and a fused reduction "
+                "misses theirs"
+            )
+        if first.factor is not None and shown_factor(first.factor) == "0":
+            return "no gradient reaches it: the compiled graph detaches it, or returns its gradient in another place"
+        if len(comparison.wrong) == comparison.num_compared > 1 and first.size < LOW_PRECISION:
+            return "compiled code rounds to a lower precision than eager code"
+        return "a decomposition, a recomputed value or a kernel of the backward pass is wrong"
+    if kind == BUFFERS:
+        return "compiled code updates the buffer another number of times, such as once more where the forward pass is recomputed"
+    return "the gradients agree, so a compiled optimizer or hook computes something else"
 
 
 def _cause_of_initial(kind: str, first: Difference, across: str) -> str:

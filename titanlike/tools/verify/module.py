@@ -1,6 +1,6 @@
 """`titanlike verify FILE.py:FUNCTION`: compares any module under any parallel plan with one process, on the CPU.
 
-Each process records what it computes (`record.py`). `comparison.py` compares, `finding.py` says what is wrong
+Each process records what it computes (`record.py`). `comparison.py` compares, `diagnosis.py` says what is wrong
 first.
 """
 
@@ -12,7 +12,8 @@ import multiprocessing
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ class Report:
             skipped = f", {each.num_skipped} not compared" if each.num_skipped and each.kind != phases.OUTPUTS else ""
             count = "" if each.kind in (phases.LOSS, phases.NORM, phases.OUTPUTS) else f"{each.num_compared} tensors"
             result = "WRONG" if each.wrong else f"{each.worst:.1e}" if each.num_compared else "not compared"
-            lines.append(f"  {each.title:<26} {count:>12}   {result}{skipped}")
+            lines.append(f"  {each.title:<30} {count:>12}   {result}{skipped}")
             if each.wrong:
                 break
         return "\n".join([*lines, "", str(self.finding or "equal within tolerance")])
@@ -62,27 +63,35 @@ def verify_module(functions: Functions, layout: str, *, steps: int = 3, toleranc
 def verify_file(target: str, layout: str, steps: int, tolerance: str = "") -> NoReturn:
     """Runs `titanlike verify FILE.py:FUNCTION`. Exits with 0 if the layout agrees with one process, 1 if not."""
     try:
-        sizes = parse_mesh(layout)
-        functions = load(target)
-        title = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        title += f" ({math.prod(sizes.values())} processes)"
-        duration = f"{steps} step{'s' * (steps > 1)}"
-        print(f"{target} under {title} against one process, {duration} on the CPU")
-        print(f"batch: {_describe_shares(functions, sizes)}\n", flush=True)
-        result = _verify(target, sizes, steps, tolerance, seed=0)
+        with not_exiting(target):
+            sizes = parse_mesh(layout)
+            functions = load(target)
+            title = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            title += f" ({math.prod(sizes.values())} processes)"
+            duration = f"{steps} step{'s' * (steps > 1)}"
+            print(f"{target} under {title} against one process, {duration} on the CPU")
+            print(f"batch: {_describe_shares(functions, sizes)}\n", flush=True)
+            result = _verify(target, sizes, steps, tolerance, seed=0)
     except UserError as error:
         environment.fail(error)
     except ProcessRaisedException as error:
         print(error.msg.strip(), file=sys.stderr)
         environment.fail(UserError(f"rank {error.error_index} raised the exception above"))
+    print(result)
+    sys.exit(1 if result.finding else 0)
+
+
+@contextmanager
+def not_exiting(target: str) -> Iterator[None]:
+    """Raises `UserError` if a user's code ends the process, whose exit code would then say that all agrees."""
+    try:
+        yield
     except SystemExit as error:
         if error.code == 2:  # a rank has printed a user's mistake
             raise
-        environment.fail(
-            UserError(f"{target}: its code calls sys.exit({error.code!r}); remove that, so that it can be compared")
-        )
-    print(result)
-    sys.exit(1 if result.finding else 0)
+        raise UserError(
+            f"{target}: its code calls sys.exit({error.code!r}); remove that, so that it can be compared"
+        ) from None
 
 
 def load(target: str) -> Functions:

@@ -19,15 +19,13 @@ from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
 from titanlike.recipe.finetune import FinetuneRecipe
 from titanlike.tools.metrics_file import read_records
-from titanlike.tools.programs import options_of, toml
+from titanlike.tools.programs import options_of
 from titanlike.tools.verify.batches import Batches, first_difference, read_batches
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
-from titanlike.tools.verify.small_recipe import fitting_batch, float8_off, shrink
+from titanlike.tools.verify.small_recipe import fitting_batch, float8_off, print_changes, shrink
 
 # Relative tolerances for float32 sums in a different order, which Adam amplifies.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
-# Sections whose changes are not printed.
-NOT_SHOWN = ("run", "checkpoint", "validation", "evaluation", "sample", "metrics")
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     overridden = [word.removeprefix("--").partition("=")[0] for word in overrides]
     smaller = shrink(values, processes, steps)
     smaller = {key: value for key, value in smaller.items() if not (key.startswith("optimizer.") and key in overridden)}
-    print("changed for the comparison, to run on this machine and to expose wrong gradients:")
-    for key, value in smaller.items():
-        before = values[key.partition(".")[0]].get(key.partition(".")[2])
-        if before != value and key.partition(".")[0] not in NOT_SHOWN:
-            print(f"  {key:<28} {toml(before)} -> {toml(value)}")
+    print_changes(values, smaller)
     if missing := [f"optimizer.{key}" for key in ("lr", "eps") if key not in values.get("optimizer", {})]:
         print(
             f"  {' and '.join(missing)}: not in this recipe; an optimizer that amplifies rounding may require --tolerance"

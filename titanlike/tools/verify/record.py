@@ -1,10 +1,10 @@
-"""Records what one process, or a rank of a mesh, computes of any module under any parallel plan, for `titanlike verify`."""
+"""Records what one process, a rank of a mesh, or compiled code computes of any module, for `titanlike verify`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
@@ -46,6 +46,7 @@ class Functions:
         clip: `clip(model)` clips the gradients and returns their norm. By default, they are not clipped.
         optimizer: `optimizer(model)`; by default AdamW, with an `eps` that does not amplify rounding.
         after_step: `after_step(model, optimizer, step)`, for example to save and load a checkpoint.
+        compile: `compile(model)` compiles the module, in place or by returning another module. By default, each of its blocks.
     """
 
     model: Callable[..., nn.Module]
@@ -57,6 +58,7 @@ class Functions:
     clip: Callable[..., Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     after_step: Callable[..., Any] | None = None
+    compile: Callable[..., Any] | None = None
 
 
 def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str]:
@@ -70,13 +72,28 @@ def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str
     return [name for name in sizes if name not in MODEL]
 
 
-def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int = 3, seed: int = 0) -> ProcessRecord:
-    """Trains some steps, in one process or as a rank of the mesh, and records what is computed. All ranks call this together."""
+def record(
+    functions: Functions,
+    mesh: DeviceMesh | None = None,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    mode: Literal["layout", "eager", "compiled"] = "layout",
+) -> ProcessRecord:
+    """Trains some steps, in one process or as a rank of the mesh, and records what is computed. All ranks call this together.
+
+    Args:
+        mode: `eager` and `compiled` record what `verify --compile` compares: a step accumulates two micro-batches, the last step
+            has fewer rows, and a further one has dropout.
+    """
     seed_generators(seed)
     model = _call(functions.model, mesh=mesh)
     _check("the function that returns the model", model, nn.Module, "a torch.nn.Module")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("the model has parameters on the meta device; return it with its initial weights, on the CPU")
+    if mode == "compiled" and functions.compile:
+        model = _call(functions.compile, model, mesh=mesh) or model
+        _check("compile(model)", model, nn.Module, "a torch.nn.Module or None")
     done = ProcessRecord()
     if mesh is not None:
         done.coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
@@ -90,15 +107,19 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
     done.ties = trainer.ties()
     done.tensors[phases.INITIAL, 0] = trainer.weights()
     done.tensors[phases.INITIAL_BUFFERS, 0] = trainer.buffers()
-    with _without_dropout() as has_dropout:
-        if mesh is None:
+    with _without_dropout():
+        if mesh is None and mode != "compiled":
             trainer.check_deterministic()
         for step in range(1, steps + 1):
             model.zero_grad()
-            with trainer.observed(done) if step == 1 else nullcontext():
+            trainer.has_fewer_rows = mode != "layout" and 1 < step == steps
+            with trainer.observed(done, mode) if step == 1 else nullcontext():
                 loss = trainer.backward(step)
             done.tensors[phases.LOSS, step] = {} if loss is None else {"loss": _full(loss).mean()}
             done.tensors[phases.GRADIENTS, step] = trainer.gradients()
+            if mode != "layout":
+                trainer.backward(steps + step)
+                done.tensors[phases.ACCUMULATED, step] = trainer.gradients()
             if functions.clip:
                 norm = _call(functions.clip, model, mesh=mesh)
                 _check("clip(model)", norm, Tensor | float, "the norm of the gradients, a tensor with one element")
@@ -109,7 +130,9 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
                 _call(functions.after_step, model, trainer.optimizer, step, mesh=mesh)
             done.tensors[phases.STATE, step] = trainer.state()
     done.tensors[phases.BUFFERS, 0] = trainer.buffers()
-    if mesh is not None and has_dropout:
+    if mode != "layout":
+        trainer.record_with_dropout(done)
+    elif mesh is not None:
         with _recorded_dropout(model, done):
             trainer.backward(1)
     return done
@@ -120,6 +143,7 @@ class _Trainer:
 
     def __init__(self, functions: Functions, model: nn.Module, mesh: DeviceMesh | None, seed: int) -> None:
         self.functions, self.model, self.mesh, self.seed = functions, model, mesh, seed
+        self.has_fewer_rows = False
         self.parameters = {self._name(name): each for name, each in model.named_parameters()}
         # Neither fused nor foreach: plans leave some parameters as plain tensors beside DTensors.
         self.optimizer = (
@@ -168,7 +192,7 @@ class _Trainer:
         with _seeded(1_000 * (self.seed + 1) + step):
             batch = _call(self.functions.batch, step, mesh=self.mesh)
         if self.mesh is None:
-            return batch
+            return _half(batch) if self.has_fewer_rows else batch
         return (self.functions.shard_batch or shard_rows)(batch, self.mesh)
 
     def loss(self, batch: Any) -> Tensor:
@@ -223,8 +247,20 @@ class _Trainer:
                 "torch.nn.functional.dropout and its variants only; disable other noise in the function that returns the model"
             )
 
+    def record_with_dropout(self, done: ProcessRecord) -> None:
+        """Records the loss and the gradients of a step with dropout, if the model draws random numbers in it."""
+        torch.compiler.reset()  # code that was compiled without dropout
+        self.model.zero_grad()
+        self.has_fewer_rows = False
+        with _seeded(self.seed):
+            before = torch.get_rng_state()
+            loss = self.backward(1)
+            if not torch.equal(before, torch.get_rng_state()):
+                found = {} if loss is None else {phases.LOSS: _full(loss).mean()}
+                done.tensors[phases.WITH_DROPOUT, 0] = found | self.gradients()
+
     @contextmanager
-    def observed(self, done: ProcessRecord) -> Iterator[None]:
+    def observed(self, done: ProcessRecord, mode: str) -> Iterator[None]:
         """Records the first output of each module, and the order of modules and parameters."""
         outputs = done.tensors.setdefault((phases.OUTPUTS, 1), {})
         handles = []
@@ -238,7 +274,10 @@ class _Trainer:
                 outputs[name] = _full(max(tensors, key=Tensor.numel))  # the logits rather than the loss
                 done.order.append(name)
 
+        skipped = _traced(self.model) if mode == "compiled" else set()
         for path, module in self.model.named_modules():
+            if module in skipped:
+                continue
             is_wrapped = path == "module" and isinstance(self.model, nn.parallel.DistributedDataParallel)
             name = "" if module is self.model or is_wrapped else self._name(path)
             handles.append(module.register_forward_pre_hook(lambda module, _, name=name: started(name, module)))
@@ -254,6 +293,31 @@ class _Trainer:
             if name not in done.order:
                 done.order.insert(done.order.index(before) + 1 if before in done.order else 0, name)
             before = name
+
+
+def _traced(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules inside of compiled code, which would trace their hooks."""
+    traced: set[nn.Module] = set()
+    for module in model.modules():
+        own = vars(module)
+        if own.get("_compiled_call_impl") is not None:  # of `module.compile()`
+            traced.update(module.modules())
+        elif "forward" in own or "_orig_mod" in own.get(
+            "_modules", {}
+        ):  # a compiled forward, or `torch.compile(module)`
+            traced.update(child for child in module.modules() if child is not module)
+    return traced
+
+
+def _half(batch: Any) -> Any:
+    """Returns the first half of the rows of a batch, if it has four rows or more."""
+    sizes = {len(tensor) for tensor in _tensors(batch) if tensor.ndim}
+    rows = sizes.pop() // 2 if len(sizes) == 1 else 0
+    return (
+        compat.tree_map_only(Tensor, lambda tensor: tensor[:rows] if tensor.ndim else tensor, batch)
+        if rows > 1
+        else batch
+    )
 
 
 def shard_rows(batch: Any, mesh: DeviceMesh) -> Any:
@@ -343,36 +407,28 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _without_dropout() -> Iterator[list[str]]:
-    """Disables dropout. Yields a list that is not empty once it would have been used."""
-    used: list[str] = []
+def _without_dropout() -> Iterator[None]:
+    """Disables dropout."""
 
-    def identity(name: str) -> Callable[..., Tensor]:
-        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            if p and training:
-                used.append(name)
-            return input
-
-        return dropout
+    def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return input
 
     attention = F.scaled_dot_product_attention
 
     def without(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *a: Any, **k: Any
     ) -> Tensor:
-        if dropout_p:
-            used.append("scaled_dot_product_attention")
         return attention(query, key, value, attn_mask, 0.0, *a, **k)
 
-    changed = {name: identity(name) for name in DROPOUTS} | {"scaled_dot_product_attention": without}
+    changed: dict[str, Any] = dict.fromkeys(DROPOUTS, identity) | {"scaled_dot_product_attention": without}
     with mock.patch.multiple(F, **changed):
-        yield used
+        yield
 
 
 @contextmanager
 def _recorded_dropout(model: nn.Module, done: ProcessRecord) -> Iterator[None]:
     """Records the input and the mask of each dropout. A mask is what dropout makes of ones, since its input may have zeros."""
-    masks = done.tensors.setdefault((phases.DROPOUT, 0), {})
+    masks: dict[str, Tensor] = {}
     running: list[str] = []
 
     def add(input: Tensor, draw: Callable[[], Tensor]) -> None:
@@ -415,6 +471,8 @@ def _recorded_dropout(model: nn.Module, done: ProcessRecord) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+    if masks:
+        done.tensors[phases.DROPOUT, 0] = masks
 
 
 def _local(tensor: Tensor) -> Tensor:

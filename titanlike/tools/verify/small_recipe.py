@@ -10,7 +10,10 @@ from typing import Any
 from titanlike.config.distill import RANDOM
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import Data, Float8, Tokenizer, is_chat_source
-from titanlike.tools.programs import ONLY_STEPS
+from titanlike.tools.programs import ONLY_STEPS, toml
+
+# Sections whose changes are not printed.
+NOT_SHOWN = ("run", "checkpoint", "validation", "evaluation", "sample", "metrics")
 
 
 def fitting_batch(parallelism: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -117,6 +120,15 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     return {
         key: value for key, value in changes.items() if key.partition(".")[2] in values.get(key.partition(".")[0], {})
     }
+
+
+def print_changes(values: dict[str, Any], smaller: dict[str, Any]) -> None:
+    """Prints what `shrink` changes of a recipe."""
+    print("changed for the comparison, to run on this machine and to expose wrong gradients:")
+    for key, value in smaller.items():
+        before = values[key.partition(".")[0]].get(key.partition(".")[2])
+        if before != value and key.partition(".")[0] not in NOT_SHOWN:
+            print(f"  {key:<28} {toml(before)} -> {toml(value)}")
 
 
 def _present(patterns: Sequence[str], num_layers: int) -> list[str]:
