@@ -186,8 +186,8 @@ def test_a_silent_bug_is_found(ranks: Ranks, name: str) -> None:
     assert accepted.finding is None, str(accepted)
     result = silent_bugs.check(name, True, ranks)
     assert result.finding is not None
-    # The page has what is printed; rounding may differ on another machine.
-    assert re.sub(NUMBER, "0", str(result.finding)) == re.sub(NUMBER, "0", MEASURED["bugs"][name]["finding"])
+    # The file has what is printed; rounding may differ on another machine.
+    assert re.sub(NUMBER, "0", str(result.finding)) == re.sub(NUMBER, "0", MEASURED["bugs"][name])
 
 
 def test_the_page_of_silent_bugs_is_what_was_found() -> None:
@@ -195,7 +195,6 @@ def test_the_page_of_silent_bugs_is_what_was_found() -> None:
     page = (ROOT / "docs/silent_bugs.md").read_text()
     assert list(measured["bugs"]) == list(silent_bugs.BUGS), f"record again: {measured['command']}"
     assert f"\n\n{silent_bugs.table(measured)}\n\n" in page
-    assert f"\n```\n{silent_bugs.findings(measured)}\n```\n" in page
     assert f"\n{measured['command']}\n" in page
     assert f"has {len(silent_bugs.BUGS)} published cases" in (ROOT / "docs/verify.md").read_text()
     assert len({each.link for each in silent_bugs.BUGS.values()}) == len(silent_bugs.BUGS) >= 20
