@@ -40,6 +40,7 @@ from titanlike.tools.cli.main import build_parser
 from titanlike.tools.clusters.sagemaker.job import parse_channels
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known, recipe_types
+from titanlike.tools.stages import load_stages
 from titanlike.tools.sweep.config import load_sweep
 from titanlike.tools.verify.options import parse_layout, parse_mesh
 from titanlike.tools.verify.small_recipe import fitting_batch
@@ -111,9 +112,11 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
 
 
 def train(words: Sequence[str], variables: dict[str, str]) -> None:
-    arguments = Arguments(words)
+    arguments = Arguments(words, many=True)
     if arguments.recipe.name in IMPORTED:
         return
+    if len(arguments.recipes) > 1:
+        load_stages(arguments.recipes, arguments.overrides)
     recipe = load_known(arguments.recipe, arguments.overrides)
     processes = int(variables.get("NPROC", 1 if arguments.recipe == DEFAULT_RECIPE else 8))
     check_recipe(recipe, arguments.check or processes)
@@ -134,7 +137,10 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
         if words[0] == "verify" and ".py:" in arguments.recipe:  # a module of the reader's
             assert arguments.compile or parse_mesh(arguments.layout)
             return None
+        if words[0] == "plan" and len(arguments.recipe) > 1:
+            return train([*arguments.recipe, *overrides], {"NPROC": arguments.gpus})
         named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
+        named = recipe_path("".join(arguments.recipe)) if words[0] == "plan" else named
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
             return None
         if named.name in FOREIGN:
@@ -262,7 +268,7 @@ PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "new/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
     "srun": srun,
-    **dict.fromkeys(SYSTEM, any_words),
+    **dict.fromkeys((*SYSTEM, "llama-cli", "mlx_lm.generate", "vllm"), any_words),
 }  # fmt: skip
 
 
