@@ -2,6 +2,7 @@
 
     python -m benchmarks.speedrun --runs 5 --out benchmarks/results/speedrun_cpu.json     measures all subjects, in turns
     python -m benchmarks.speedrun --ingredients --out benchmarks/results/speedrun_cpu.json   adds each ingredient, on and off
+    python -m benchmarks.speedrun --variants --runs 5 --out benchmarks/results/speedrun_cpu.json   adds variants of Muon
     python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables of docs/speedrun.md
     python -m benchmarks.speedrun --model init --out benchmarks/results/speedrun_init_cpu.json   the recipe of `titanlike init`
     python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,17 +176,37 @@ INGREDIENTS = {
 }  # fmt: skip
 
 
-def measure_ingredients(runs: int, out: Path) -> None:
+def matrices_at(factor: float) -> dict[str, str]:
+    """Returns the change of the learning rate of the matrices, queries and keys included, alone."""
+    groups = (QUERIES_AND_KEYS.replace("3.0", f"{3.0 * factor}"), MUON.replace("}", f", lr_scale = {factor}}}"), OTHERS)
+    return {"optimizer.groups": f"[{', '.join(groups)}]"}
+
+
+POLAR_EXPRESS = {"program": str(common.ROOT / "benchmarks/muon_variants.py"), "variant.polar_express": "true"}
+NORMUON = {"program": str(common.ROOT / "benchmarks/muon_variants.py"), "variant.second_moment": "0.95"}
+VARIANTS = {
+    "matrices: 1.001 times the learning rate": matrices_at(1.001),  # how far rounding alone would bring the loss
+    "matrices: 1.2 times the learning rate": matrices_at(1.2),
+    "Polar Express": POLAR_EXPRESS,
+    "Polar Express, matrices: 0.9 times the learning rate": POLAR_EXPRESS | matrices_at(0.9),
+    "Polar Express, matrices: 1.2 times the learning rate": POLAR_EXPRESS | matrices_at(1.2),
+    "NorMuon": NORMUON,
+    "NorMuon, matrices: 0.8 times the learning rate": NORMUON | matrices_at(0.8),
+    "NorMuon, matrices: 1.2 times the learning rate": NORMUON | matrices_at(1.2),
+}
+
+
+def measure_changes(key: str, changes: dict[str, dict[str, str]], runs: int, out: Path) -> None:
     """Runs the debug recipe and each change of it, and writes the result after each run. Does not repeat runs of the file."""
     found = json.loads(out.read_text())
-    ingredients = found.setdefault("ingredients", {})
+    measured = found.setdefault(key, {})
     speedrun = replace(MODELS["debug"], validation_interval=100_000)  # validates at the last step
     for seed in range(runs):
-        for name, overrides in ({"as it is": {}} | INGREDIENTS | batches()).items():
-            if len(ingredients.setdefault(name, [])) <= seed:
-                ingredients[name].append(train(speedrun, overrides, seed))
+        for name, overrides in ({"as it is": {}} | changes).items():
+            if len(measured.setdefault(name, [])) <= seed:
+                measured[name].append(train(speedrun, overrides, seed))
                 out.write_text(json.dumps(found) + "\n")
-                print(f"{name}, seed {seed}: final {ingredients[name][-1]['curve'][-1]}", flush=True)
+                print(f"{name}, seed {seed}: final {measured[name][-1]['curve'][-1]}", flush=True)
 
 
 def batches() -> dict[str, dict[str, str]]:
@@ -225,12 +247,29 @@ def table(found: dict[str, Any]) -> str:
         final = statistics.median(run["curve"][-1][3] for run in runs)
         rows.append((subject["label"], *cells, reached, f"{final:.3f}", runs[0]["curve"][-1][0]))
     heads = ("", "Seconds to the target", "Relative", "Tokens to the target", "Reached by", "Final loss", "Steps")
-    changes = []
-    losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in found.get("ingredients", {}).items()}
+    changes = [
+        (name, f"{statistics.median(losses):.3f}", f"{statistics.median(differences):+.3f}")
+        for name, losses, differences in changes_of(found.get("ingredients", {}))
+    ]
+    variants = [
+        (name, f"{statistics.median(each):+.3f}", f"{min(each):+.3f} to {max(each):+.3f}", len(each))
+        for name, _, each in changes_of(found.get("variants", {}))
+        if any(each)
+    ]
+    return "\n\n".join(
+        [
+            table_of(heads, rows),
+            table_of(("Change", "Final loss", "Difference"), changes),
+            table_of(("Change", "Difference", "Lowest to highest", "Seeds"), variants),
+        ]
+    )
+
+
+def changes_of(measured: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yields each change with its final losses, and their differences from the same seeds without a change."""
+    losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in measured.items()}
     for name, values in losses.items():
-        difference = statistics.median(a - b for a, b in zip(values, losses["as it is"], strict=True))
-        changes.append((name, f"{statistics.median(values):.3f}", f"{difference:+.3f}"))
-    return f"{table_of(heads, rows)}\n\n{table_of(('Change', 'Final loss', 'Difference'), changes)}"
+        yield name, values, [changed - loss for changed, loss in zip(values, losses["as it is"], strict=False)]
 
 
 def main() -> None:
@@ -242,6 +281,7 @@ def main() -> None:
         "--runs", type=int, default=1, help="runs of each subject, with the seeds 0, 1, ... (default: 1)"
     )
     parser.add_argument("--ingredients", action="store_true", help="measure changes of the debug recipe, one at a time")
+    parser.add_argument("--variants", action="store_true", help="measure variants of Muon beside noise")
     parser.add_argument("--out", type=Path, help="JSON file of the result")
     parser.add_argument("--table", type=Path, metavar="JSON", help="print the tables of an existing result")
     arguments = parser.parse_args()
@@ -253,7 +293,9 @@ def main() -> None:
         if unknown := set(names) - set(speedrun.subjects):
             parser.error(f"--subjects: unknown {', '.join(unknown)}; use {', '.join(speedrun.subjects)}")
         if arguments.ingredients:
-            measure_ingredients(arguments.runs, arguments.out)
+            measure_changes("ingredients", INGREDIENTS | batches(), arguments.runs, arguments.out)
+        elif arguments.variants:
+            measure_changes("variants", VARIANTS, arguments.runs, arguments.out)
         else:
             measure(speedrun, names, arguments.runs, arguments.out)
     print(table(json.loads((arguments.table or arguments.out).read_text())))
