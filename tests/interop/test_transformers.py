@@ -156,8 +156,10 @@ def mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def float8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantizes the linear layers of the blocks of DeepSeek-V3 as it is published. Returns what the published rule makes of them:
     each block of 128 x 128 in float32 times its scale, in bfloat16."""
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations import finegrained_fp8
 
+    theirs = getattr(finegrained_fp8, "Fp8Dequantize", None)  # not in transformers 4
+    assert theirs or __version__ < "5"
     expected = {}
     for name in [name for name in tensors if name.endswith("_proj.weight") or name.endswith("_mqa.weight")]:
         matrix = tensors[name].float()
@@ -169,8 +171,8 @@ def float8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             scales[row, column] = matrix[block].abs().max() / 448.0
             values[block] = (matrix[block] / scales[row, column]).to(torch.float8_e4m3fn)
             found[block] = (values[block].float() * scales[row, column]).bfloat16()
-        if not (rows % 128 or columns % 128):  # transformers 5.24 refuses others
-            assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16))
+        if theirs and not (rows % 128 or columns % 128):  # transformers 5.24 refuses others
+            assert torch.equal(found, theirs(None)._dequantize_one(values, scales, torch.bfloat16))
         tensors |= {name: values, f"{name}_scale_inv": scales}
         expected[name] = found
     return expected

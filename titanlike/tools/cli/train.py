@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import TextIO
 
 import tomli
 
@@ -21,7 +22,7 @@ from titanlike.run.start import Arguments
 from titanlike.tools.programs import load_known, options_of
 from titanlike.tools.stages import Stage, load_stages
 from titanlike.utils import system
-from titanlike.utils.live_line import LiveLine
+from titanlike.utils.live_line import print_line
 
 
 def train_stages(argv: Sequence[str]) -> int:
@@ -39,6 +40,12 @@ def train_stages(argv: Sequence[str]) -> int:
     slurm = launch_config.rank_variables_from_slurm()
     config = launch_config.launch_config()
     num_processes = int(slurm["WORLD_SIZE"]) if slurm else config.world_size
+    is_main = slurm["RANK"] == "0" if slurm else config.node_rank == 0
+
+    def say(line: str, file: TextIO | None = None) -> None:
+        if is_main:
+            print_line(line, file)
+
     name = overrides.pop("run.name", "")
     if not name and (slurm or config.num_nodes > 1 or config.max_nodes):
         raise UserError("several recipes on several nodes need a name that all nodes know; give --run.name")
@@ -53,18 +60,18 @@ def train_stages(argv: Sequence[str]) -> int:
         values = overrides | initial | {"run.name": stage.run_name}
         heading = f"stage {number + 1} of {len(stages)}: {stage.path}"
         if stage.is_trained and _is_recipe_of_run(stage, values):
-            print(f"{heading} is trained: {stage.folder}", flush=True)
+            say(f"{heading} is trained: {stage.folder}")
         else:
             if later := next((each for each in stages[number + 1 :] if each.newest_checkpoint), None):
                 raise UserError(
                     f"{later.folder} continues {stage.folder}, which is not the finished run of {stage.path}; give another "
                     f"--run.name, or remove {later.folder}"
                 )
-            LiveLine().print(heading)
+            say(heading)
             if code := _run([str(stage.path), *options_of(values)]):
                 recipes = (str(path) for path in arguments.recipes)
                 again = shlex.join([*recipes, *options_of(overrides | {"run.name": name})])
-                print(f"to resume all stages: titanlike train {again}", file=sys.stderr)
+                say(f"to resume all stages: titanlike train {again}", sys.stderr)
                 return code
         initial = {"checkpoint.initial": str(stage.newest_checkpoint)}
     return 0
