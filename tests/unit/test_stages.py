@@ -1,4 +1,4 @@
-"""Stages: recipes that are trained one after the other. Interrupted ones are in `tests/faults/test_stages.py`."""
+"""Stages: recipes that are trained one after the other. Interrupted ones are in `tests/faults/test_interrupted_stages.py`."""
 
 import json
 from pathlib import Path
