@@ -166,7 +166,7 @@ SHOWN: list[tuple[str, str, Text]] = [
     ("docs/sweeps.md", "benchmarks/results/sweep_cpu.json", lambda measured: f"```\n{sweep_table(measured['results'])}\n```"),
     ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
     ("docs/null_gpu.md", "benchmarks/results/ledger.json", ledger.table),
-    ("docs/speed.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
+    ("benchmarks/LOG.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
     *(
         (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
         for page, name, text in (
