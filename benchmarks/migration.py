@@ -4,7 +4,7 @@
 
 The folder has the files and a `sources.json` with, for each file, its public address, the number of GPUs of the job and the
 environment of a script: `{"llama3_8b.toml": {"link": "https://...", "gpus": 64, "env": {}}}`. Prints the table of
-docs/migration.md. Or all configs of torchtitan 0.3.0, which the Python of its environment builds:
+docs/migration_results.md. Or all configs of torchtitan 0.3.0, which the Python of its environment builds:
 
     python -m benchmarks.migration --torchtitan venv/bin/python --out benchmarks/results/migration_configs.json
 """

@@ -378,7 +378,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_the_page_has_the_measured_losses() -> None:
     results = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())
-    page = (ROOT / "docs/migration.md").read_text()
+    page = (ROOT / "docs/migration_results.md").read_text()
     assert markdown(results) in page
     for values in results["megatron"].values():
         assert f"{values['largest_difference']:.1e}" in page and values["largest_difference"] < 1e-5

@@ -52,8 +52,8 @@ KEYS = {key.name for recipe_type in recipe_types().values() for key in describe(
 
 
 def own_text(page: Path) -> str:
-    """Returns the text without the keys and files of other projects, which coming_from.md has in its first column, and migration.md
-    in the rows of their files."""
+    """Returns the text without the keys and files of other projects, which coming_from.md has in its first column, and
+    migration_results.md in the rows of their files."""
     text = re.sub(r"^\| \[[^]]*\]\(https://.*", "", page.read_text(), flags=re.MULTILINE)
     return re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE) if page.name == "coming_from.md" else text
 
@@ -120,7 +120,7 @@ def test_the_loop_of_the_readme_is_that_of_the_program() -> None:
 def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> None:
     """A dimension that was added later is not described as missing."""
     text = (ROOT / "docs/coming_from.md").read_text()
-    for project in re.split(r"^## ", text, flags=re.MULTILINE)[2:4]:  # torchtitan, Megatron-LM
+    for project in re.split(r"^## ", text, flags=re.MULTILINE)[3:5]:  # torchtitan, Megatron-LM
         for dimension in (*(set(DIMENSIONS) - {"replicate", "shard"}), "expert"):
             assert f"| `parallelism.{dimension}` |" in project, (project.splitlines()[0], dimension)
 
@@ -175,7 +175,8 @@ SHOWN: list[tuple[str, str, Text]] = [
             ("data_quality", "data_quality", quality_results.table), ("speed", "startup_cpu", startup.table),
             ("hugging_face", "real_model", real_model.paragraph),
             ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
-            ("migration", "migration", migration.table), ("migration", "migration_configs", migration.table),
+            ("migration_results", "migration", migration.table),
+            ("migration_results", "migration_configs", migration.table),
             ("planner_validation", "planner_validation", planner_validation.markdown),
             ("planning", "planner_validation", lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
             *(("speed", path.stem, lambda measured: figures.table([measured]))
