@@ -167,12 +167,18 @@ SHOWN: list[tuple[str, str, Text]] = [
     ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
     ("docs/null_gpu.md", "benchmarks/results/ledger.json", ledger.table),
     ("benchmarks/LOG.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
+    ("benchmarks/LOG.md", "benchmarks/results/data_batches_cpu.json", data_batches.table),
+    ("benchmarks/LOG.md", "benchmarks/results/data_prepare_cpu.json", data_prepare.table),
+    ("benchmarks/LOG.md", "benchmarks/results/tokens_equal.json", tokens_equal.table),
+    (
+        "benchmarks/LOG.md", "benchmarks/results/data_quality.json",
+        lambda measured: quality_results.table(measured).rpartition("\n\n")[0],
+    ),
     *(
         (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
         for page, name, text in (
-            ("data", "data_batches_cpu", data_batches.table), ("data", "data_prepare_cpu", data_prepare.table),
-            ("data", "tokens_equal", tokens_equal.table),
-            ("data_quality", "data_quality", quality_results.table), ("speed", "startup_cpu", startup.table),
+            ("data_quality", "data_quality", lambda measured: quality_results.table(measured).rpartition("\n\n")[2]),
+            ("speed", "startup_cpu", startup.table),
             ("hugging_face", "real_model", real_model.paragraph),
             ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
             ("migration_results", "migration", migration.table),
