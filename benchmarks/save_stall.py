@@ -1,7 +1,7 @@
 """Cost of a save: how long training is blocked, how long the save takes, and how much it slows down the steps meanwhile.
 
     python -m benchmarks.save_stall --out benchmarks/results/save_stall_cpu.json
-    python -m benchmarks.save_stall --table benchmarks/results/save_stall_cpu.json        prints the tables of docs/checkpoints.md
+    python -m benchmarks.save_stall --table benchmarks/results/save_stall_cpu.json        prints the tables of benchmarks/LOG.md
 
 Compares titanlike with torch.distributed.checkpoint (DCP): the same tensors, ranks and processes. The methods alternate, in a
 different order each round; ratios are between saves of one round. The first round, which allocates memory and starts processes, is
@@ -188,7 +188,7 @@ def _quartiles(numbers: list[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the tables of docs/checkpoints.md."""
+    """Returns the tables of benchmarks/LOG.md."""
     tables = []
     for ranks, rows in result["ranks"].items():
         size = next(iter(rows.values()))[0]["bytes"] / 1e6

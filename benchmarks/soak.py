@@ -1,7 +1,7 @@
 """Fault-injection soak test: disturbs and kills runs at random times, and compares them with undisturbed runs.
 
     python -m benchmarks.soak --hours 2 --ranks 4 --seed 1 --out benchmarks/results/soak_cpu.json
-    python -m benchmarks.soak --table benchmarks/results/soak_cpu.json                prints the tables of docs/checkpoints.md
+    python -m benchmarks.soak --table benchmarks/results/soak_cpu.json                prints the tables of benchmarks/LOG.md
 
 There are three runs: with checkpoints on a local disk, with checkpoints on S3, which moto emulates, and with another layout at each
 start. All starts of a run are the same `./run_train.sh` command but for the layout, and resume from the newest checkpoint. Each

@@ -160,6 +160,8 @@ Text = Callable[[Any], str]
 SHOWN: list[tuple[str, str, Text]] = [
     ("README.md", "docs/parity.json", parity.summary),
     ("docs/layouts.md", "docs/parity.json", parity.table),
+    ("benchmarks/LOG.md", "benchmarks/results/soak_cpu.json", soak.table),
+    ("benchmarks/LOG.md", "benchmarks/results/save_stall_cpu.json", save_stall.table),
     ("docs/mixture_of_experts.md", "docs/parity_moe.json", parity.moe_table),
     ("docs/encoder_decoders.md", "docs/parity_encoder_decoders.json", parity.moe_table),
     ("docs/float8.md", "docs/optimizers.json", optimizers.table),
@@ -180,7 +182,6 @@ SHOWN: list[tuple[str, str, Text]] = [
             ("data_quality", "data_quality", lambda measured: quality_results.table(measured).rpartition("\n\n")[2]),
             ("speed", "startup_cpu", startup.table),
             ("hugging_face", "real_model", real_model.paragraph),
-            ("checkpoints", "soak_cpu", soak.table), ("checkpoints", "save_stall_cpu", save_stall.table),
             ("migration_results", "migration", migration.table),
             ("migration_results", "migration_configs", migration.table),
             ("planner_validation", "planner_validation", planner_validation.markdown),
