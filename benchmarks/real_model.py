@@ -201,7 +201,7 @@ def measure(folder: Path, report: Report) -> None:
 
 
 def paragraph(measured: dict[str, Any]) -> str:
-    """Returns what the page about Hugging Face says about the figures."""
+    """Returns what benchmarks/LOG.md says about the figures."""
     figures, packages = measured["figures"], measured["packages"]
     trained = figures["losses"]
     same = figures["equal texts"], figures["equal texts of the exported model"]

@@ -23,7 +23,7 @@ class Format:
     fields: str  # as the documentation shows them
     record: dict[str, Any]
     messages: list[Message]
-    trl: str = "no such format"
+    trl: str = "no such format"  # what TRL makes of the record, compared with the tokens and labels here
     family: str = "Qwen3"  # whose tokenizer and template the comparison with TRL uses
     names: tuple[str, ...] = ()  # `data.fields`
     tools: list[Any] | None = None
@@ -148,5 +148,5 @@ FORMATS = [
 
 def table() -> str:
     """Returns the formats as a table of Markdown, as docs/finetuning.md has it."""
-    rows = [f"| {each.name} | {each.used_by} | {each.fields} | {each.trl} |" for each in FORMATS]
-    return "\n".join(["| Format | Used by | Fields | Tokens and labels of TRL |", "|---|---|---|---|", *rows]) + "\n"
+    rows = [f"| {each.name} | {each.used_by} | {each.fields} |" for each in FORMATS]
+    return "\n".join(["| Format | Used by | Fields |", "|---|---|---|", *rows]) + "\n"
