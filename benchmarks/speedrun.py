@@ -3,7 +3,7 @@
     python -m benchmarks.speedrun --runs 5 --out benchmarks/results/speedrun_cpu.json     measures all subjects, in turns
     python -m benchmarks.speedrun --ingredients --out benchmarks/results/speedrun_cpu.json   adds each ingredient, on and off
     python -m benchmarks.speedrun --variants --runs 5 --out benchmarks/results/speedrun_cpu.json   adds variants of Muon
-    python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables of docs/speedrun.md and LOG.md
+    python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables
     python -m benchmarks.speedrun --model init --out benchmarks/results/speedrun_init_cpu.json   the recipe of `titanlike init`
     python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
 

@@ -25,7 +25,7 @@ RESERVED = {
 LAUNCHES = {
     "debug", "distill_debug", "distill_llama3_1b", "dpo_debug", "finetune_debug", "gpt2_124m", "gpt2_124m_c4",
     "gpt2_124m_speedrun", "llama3_70b_float8", "llama3_8b_128k", "llama3_8b_128k_float8",
-    "mlm_debug", "modernbert_base", "seq2seq_debug", "t5_base",
+    "mlm_debug", "modernbert_base", "seq2seq_debug", "stages/decay", "stages/pretrain", "t5_base",
 }  # fmt: skip
 H100 = load_hardware("h100")
 ROWS, ON_ONE_GPU = (

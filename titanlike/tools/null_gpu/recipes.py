@@ -28,7 +28,8 @@ from titanlike.tools.programs import ONLY_STEPS, load_known, options_of
 
 GPUS = {
     1: ("debug", "distill_debug", "dpo_debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b",
-        "llama3_1b_fineweb_edu", "mlm_debug", "qwen3_0_6b", "qwen3_1_7b", "seq2seq_debug"),
+        "llama3_1b_fineweb_edu", "mlm_debug", "qwen3_0_6b", "qwen3_1_7b", "seq2seq_debug",
+        "stages/chat", "stages/decay", "stages/pretrain"),
     8: ("distill_llama3_1b", "dpo_llama3_8b", "finetune_llama3_8b", "gemma2_9b", "gemma3_12b", "gemma3_4b", "gpt2_124m",
         "gpt2_124m_c4", "gpt2_124m_speedrun", "llama3_8b", "llama3_8b_float8", "modernbert_base", "qwen2_5_7b", "qwen3_14b",
         "qwen3_4b", "qwen3_8b", "t5_base"),
