@@ -27,6 +27,7 @@ def test_the_shipped_stages_continue_each_other() -> None:
         ("[model]\nnum_layers = 3", "model.num_layers = 3, but the weights of FIRST were trained with 4; restore it"),
         ("[model]\nrope_theta = 5.0", "set checkpoint.allow_changed = ['model.rope_theta']"),
         ('[model]\nname = "qwen3"\nhead_dim = 48', "model.name = 'qwen3', but the weights of FIRST are a llama model"),
+        ('[checkpoint]\ninitial = "base"', "checkpoint.initial = 'base', but a stage starts from the weights of the one before"),
         ('[tokenizer]\nencoding = "gpt2"', "tokenizer.encoding = 'gpt2', but the weights of FIRST were trained with 'bytes'"),
     ],
 )  # fmt: skip

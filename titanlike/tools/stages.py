@@ -75,6 +75,11 @@ def _check_next(before: Stage, after: Stage) -> None:
             f"{before.path}: checkpoint.dir = {checkpoint.dir!r} is a URL, and {after.path} starts from a local checkpoint; leave "
             "out checkpoint.dir"
         )
+    if (initial := after.recipe.checkpoint.initial) != checkpoint.initial:  # equal: inherited, or of the command line
+        raise UserError(
+            f"{after.path}: checkpoint.initial = {initial!r}, but a stage starts from the weights of the one before, here those of "
+            f"{before.path}; remove it"
+        )
     old, new = before.recipe.model, after.recipe.model
     if type(old) is not type(new):
         raise UserError(

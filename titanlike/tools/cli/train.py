@@ -46,7 +46,7 @@ def train_stages(argv: Sequence[str]) -> int:
         if is_main:
             print_line(line, file)
 
-    name = overrides.pop("run.name", "")
+    name = overrides.pop("run.name", "") or load_known(arguments.recipes[0], overrides).run.name
     if not name and (slurm or config.num_nodes > 1 or config.max_nodes):
         raise UserError("several recipes on several nodes need a name that all nodes know; give --run.name")
     name = name or environment.new_launch_id()
