@@ -19,10 +19,10 @@ usage: {command} [RECIPE] [--section.key=value ...]
        {command} --help SECTION       print the keys of a section with type, default and purpose; or of one key, as in
        {indent}                      --help training.steps; or all keys: --help all
 
-RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `--recipe RECIPE.toml` names
-one too, `--program NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
-MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command line
-override the recipe, which overrides a recipe that it extends."""
+RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `titanlike train A B` trains
+several in order. `--recipe RECIPE.toml` names one too, `--program NAME` another program. NPROC=n sets the number of processes
+on this machine (default: one per GPU, or one). MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the
+newest checkpoint. Keys on the command line override the recipe, which overrides a recipe that it extends."""
 
 
 def help_text(recipe_type: type, topic: str) -> str:
