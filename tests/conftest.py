@@ -24,6 +24,7 @@ import torch.distributed as dist
 pytest.register_assert_rewrite("tests")  # failures in modules that several test files share show what differs
 
 from tests import crashes
+from tests.costs import Costs
 from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.launching import Cli, Printed
@@ -41,6 +42,13 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", help="write what the parity tests measure to this JSON file")
+    parser.addoption("--costs", help="write the CPU seconds of each file to this JSON file")
+    parser.addoption("--cpu-budget", type=float, help="fail if the tests take more CPU seconds (tests/costs.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("costs") or config.getoption("cpu_budget"):
+        config.pluginmanager.register(Costs(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors.txt", ROOT / ".mutations/map.json"
-PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider --deselect=tests/unit/test_structure.py"
+PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider --deselect=tests/source/test_structure.py"
 FIRST_SECONDS = 30  # of the tests that an error meets alone
 STATES = ("found", "not found", "equivalent")
 TIMEOUTS = ("3000", "240")  # seconds of tests in parallel, and of some; an error may make a test wait forever

@@ -293,7 +293,7 @@ def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
 def rank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     text = folder / "text.txt"
-    text.write_text("".join(path.read_text() for path in sorted(Path(__file__).parents[1].glob("unit/test_[a-d]*.py"))))
+    text.write_text("".join(path.read_text() for path in sorted(Path(__file__).parents[1].glob("data/test_[a-d]*.py"))))
     for name in ("tokenizer.model", "tokenizer.json"):
         train([str(text)], folder / name, 600)
     return folder / "tokenizer.model"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.token_files import write_megatron
-from tests.unit.datasets import batches
+from tests.data.sequences import batches
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import PackedDataset

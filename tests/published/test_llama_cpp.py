@@ -131,7 +131,7 @@ def test_probabilities_equal_those_of_transformers(
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Trained tokenizers by name, as values of tokenizer.encoding."""
     folder: Path = tmp_path_factory.mktemp("vocabularies")
-    sources = [str(path) for path in sorted(Path(__file__).parents[1].glob("unit/test_[a-d]*.py"))]
+    sources = [str(path) for path in sorted(Path(__file__).parents[1].glob("data/test_[a-d]*.py"))]
     text = "".join(Path(path).read_text() for path in sources)
     # Without NUL, which ends a token's text in llama.cpp.
     (folder / "text.txt").write_text(text + "".join(TEXTS).replace("\0", "") * 3)

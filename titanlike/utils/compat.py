@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 STATIC_RECOMPILE_LIMIT = 64  # the default of 8 is for code that becomes dynamic instead
 MEMORY_EVENTS = 1_000_000  # of a memory snapshot: the last allocations and frees
 
-# Module, attribute path, and what uses it. `tests/unit/test_compat.py` checks them against the installed torch.
+# Module, attribute path, and what uses it. `tests/source/test_compat.py` checks them against the installed torch.
 REQUIRED = (
     ("torch", "_foreach_norm", "gradient norms and float8 scales in one kernel"),
     ("torch", "_foreach_mul_", "gradient clipping in one kernel"),

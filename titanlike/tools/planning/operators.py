@@ -118,7 +118,7 @@ class Counts:
 
     def _launches(self, forward: int, backward: int, float8: int, index: int) -> tuple[int, int]:
         """Kernels that the host launches for a block, forward and backward without the gradients of weights, given its products.
-        Constants are from steps of the shipped recipes on null GPUs (`tests/unit/test_planning_null_gpu.py`)."""
+        Constants are from steps of the shipped recipes on null GPUs (`tests/planning/test_planning_null_gpu.py`)."""
         job, model = self.job, self.job.recipe.model
         qk_norm, post_norms = int(has_qk_norm(model)), int(has_post_norms(model))
         latents = len(model.block_matrices(index).keys() & set(latent_matrices(model)))

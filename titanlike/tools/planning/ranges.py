@@ -46,7 +46,7 @@ RANGES = {
     f"pipeline, {HOPPER}": Range(0.87, 1.18, 14),
     f"tensor, {HOPPER}": Range(0.82, 1.12, 25),
 }
-"""By `range_name`. `tests/unit/test_planning_cost.py` compares them with the recorded ones."""
+"""By `range_name`. `tests/planning/test_planning_cost.py` compares them with the recorded ones."""
 
 ANCHORED = Range(0.83, 1.2, 132)
 """Of speed relative to another layout or size in the same table of measurements."""

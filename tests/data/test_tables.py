@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.unit.datasets import BYTES, open_stream
-from tests.unit.preparing import read_split
+from tests.data.sequences import BYTES, open_stream
+from tests.data.preparing import read_split
 from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData

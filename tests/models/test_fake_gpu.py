@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.interop.models import CONFIGS, ENCODERS, T5
 from tests.losses import linear_cross_entropy
 from tests.training import Operations
-from tests.unit.datasets import batches, counting
+from tests.data.sequences import batches, counting
 from titanlike.checkpoint import staging
 from titanlike.config.distill import Distillation
 from titanlike.inference.logits import recomputed_logits

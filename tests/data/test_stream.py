@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from tests.unit.datasets import BYTES, open_stream, write
+from tests.data.sequences import BYTES, open_stream, write
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import stream

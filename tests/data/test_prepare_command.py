@@ -17,7 +17,7 @@ import pytest
 import tomli
 
 from tests.launching import ROOT, descendants, environment
-from tests.unit.preparing import content, random_text
+from tests.data.preparing import content, random_text
 from titanlike.tools.cli.data import progress_text
 from titanlike.tools.data.prepare import Progress
 

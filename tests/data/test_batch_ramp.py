@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training import changed
-from tests.unit.datasets import counting, open_stream, write
+from tests.data.sequences import counting, open_stream, write
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.loader import BatchLoader

@@ -1,9 +1,9 @@
 """Records what a new user sees: terminals of a clone, of the wheel in an empty folder, and of SageMaker jobs, in docs/captures.
 
-    python -m tests.captures clone --tests               a clone and its two commands; without --tests, the first
-    python -m tests.captures wheel                       the wheel in an empty folder
-    python -m tests.captures estimator_v2 --sdk PYTHON   an estimator of SDK v2: its request, and its job, killed and resumed
-    python -m tests.captures estimator_v3 --sdk PYTHON   the same with SDK v3
+    python -m docs.captures clone --tests               a clone and its two commands; without --tests, the first
+    python -m docs.captures wheel                       the wheel in an empty folder
+    python -m docs.captures estimator_v2 --sdk PYTHON   an estimator of SDK v2: its request, and its job, killed and resumed
+    python -m docs.captures estimator_v3 --sdk PYTHON   the same with SDK v3
 
 Each uses a new virtual environment, in which pip installs everything. With `--packages FOLDER`, it finds what is installed there,
 and pip installs the rest. PYTHON is that of an environment with the SDK and moto, which stands for AWS (`.ci/run` creates one).
@@ -216,7 +216,7 @@ def main() -> None:
     shown = f"{options.name}{' --tests' if options.tests else ''}"
     machine = f"{os.cpu_count()} CPU cores, Linux, Python {platform.python_version()}"
     heading = (
-        f"Recorded by `python -m tests.captures {shown}` on {time.strftime('%Y-%m-%d')}, on {machine}{present}.\n\n"
+        f"Recorded by `python -m docs.captures {shown}` on {time.strftime('%Y-%m-%d')}, on {machine}{present}.\n\n"
     )
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{options.name}.txt").write_text(heading + text)

@@ -1,7 +1,7 @@
 """Records what a change of structure must leave as it is, and compares it: losses and weights of short runs, and resolved recipes.
 
-    python -m tests.oracles record FILE
-    python -m tests.oracles compare FILE
+    python -m benchmarks.oracles record FILE
+    python -m benchmarks.oracles compare FILE
 
 Losses and weights are equal to the bit on the machine and with the versions that recorded them, and on no other: record at the
 commit before the change.
@@ -78,7 +78,7 @@ def differences(before: Any, now: Any, path: str = "") -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tests.oracles", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracles", description=__doc__)
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
     options = parser.parse_args()

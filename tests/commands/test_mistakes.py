@@ -18,7 +18,7 @@ from titanlike.recipe import PretrainRecipe
 from titanlike.run.start import Arguments, program_of, select_run_dir, start
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
 
-# Of the command line and the launch. tests/unit has those of recipes, layouts and variables.
+# Of the command line and the launch. tests/config has those of recipes and layouts, tests/start of variables.
 MISTAKES = [
     (("--training.stepz=3",), {}, "training.stepz = 3: unknown key; did you mean training.steps?"),
     (("--steps=5",), {}, "--steps: unknown option; did you mean --training.steps?"),

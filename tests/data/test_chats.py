@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.datasets import batches
+from tests.data.sequences import batches
 from titanlike.config import UserError, effect
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.datasets import batches, counting
+from tests.data.sequences import batches, counting
 from titanlike.config import UserError
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import (

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.preparing import random_text
+from tests.data.preparing import random_text
 from titanlike.data.tokens import work_units
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.datasets import BYTES, counting, open_stream, read_steps, write
+from tests.data.sequences import BYTES, counting, open_stream, read_steps, write
 from titanlike.data.batches import stream
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.masked_tokens import MaskedSource

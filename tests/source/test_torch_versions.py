@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.torch_versions import RECORD, ROOT, counts, release, table
+from benchmarks.torch_versions import RECORD, ROOT, counts, release, table
 
 
 def test_the_torch_versions_are_those_of_the_record() -> None:

@@ -1,9 +1,9 @@
-"""Runs the unit, parity, float8 and transform tests with other versions of torch, and records them in docs/torch_versions.json.
+"""Runs the tests of one process, parity, float8 and transforms with other versions of torch, and records them in docs/torch_versions.json.
 
 Each version is installed into a virtual environment of its own, which is removed afterwards. One with CUDA libraries takes 6 GB.
 
-    python -m tests.torch_versions 2.11 2.13 2.15       # run the tests, record them, print the table of docs/installing.md
-    python -m tests.torch_versions                      # print the table
+    python -m benchmarks.torch_versions 2.11 2.13 2.15       # run the tests, record them, print the table of docs/installing.md
+    python -m benchmarks.torch_versions                      # print the table
 """
 
 import argparse
@@ -21,7 +21,8 @@ from benchmarks.common import cpu_name
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/torch_versions.json"
 DISTRIBUTED = [f"tests/distributed/test_{name}.py" for name in ("parity", "float8_layouts", "transforms", "layouts")]
-COMMAND = ["pytest", "-n", "2", "tests/unit", *DISTRIBUTED]
+FOLDERS = [f"tests/{name}" for name in "commands config data float8 losses metrics models optim source start".split()]
+COMMAND = ["pytest", "-n", "2", *FOLDERS, *DISTRIBUTED]
 PACKAGES = ("torch", "torchao", "torchdata", "numpy")
 
 

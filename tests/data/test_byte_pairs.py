@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.unit.preparing import read_split
+from tests.data.preparing import read_split
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.byte_pairs import byte_letters, read_byte_pairs

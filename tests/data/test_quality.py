@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.inference.tasks import evaluator_of
-from tests.unit.preparing import BYTES, content, read_split
+from tests.data.preparing import BYTES, content, read_split
 from titanlike.config import UserError
 from titanlike.config.sections import Evaluation
 from titanlike.data.documents import readers

@@ -16,7 +16,7 @@ import pytest
 import tomli
 
 from tests.durability import Disk
-from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
+from tests.data.preparing import BYTES, MANY, content, random_text, read_split
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.unit.datasets import read_steps
+from tests.data.sequences import read_steps
 from titanlike.config import UserError
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.stateful_loader import StatefulLoaderSource

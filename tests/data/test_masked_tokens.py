@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.training import BERT, MODERNBERT, changed
-from tests.unit.datasets import BYTES, batches, open_stream, write
+from tests.data.sequences import BYTES, batches, open_stream, write
 from titanlike.config import UserError
 from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Tokenizer as Section

@@ -47,7 +47,7 @@ def test_cross_entropy_compiles_for_a_gpu() -> None:
 @pytest.mark.parametrize("z_loss", [None, 0.1])
 def test_cross_entropy_equals_what_it_replaces(z_loss: float | None) -> None:
     """In a process of its own: Triton decides at its import whether it interprets."""
-    command = [sys.executable, "-m", "tests.unit.test_kernels", str(z_loss or "")]
+    command = [sys.executable, "-m", "tests.losses.test_kernels", str(z_loss or "")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

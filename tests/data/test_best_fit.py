@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.preparing import BYTES
+from tests.data.preparing import BYTES
 from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.data.batches.best_fit import BestFitDataset, pack

@@ -112,7 +112,7 @@ def test_stack_location_is_the_innermost_function_and_its_caller_outside_librari
     barrier.wait()
     thread.join()
     assert found.startswith("wait (")
-    assert ", called from within (tests/unit/test_watchdog.py:" in found
+    assert ", called from within (tests/start/test_watchdog.py:" in found
 
 
 def test_watchdog_leaves_no_threads_and_no_files(tmp_path: Path, alone: None) -> None:
