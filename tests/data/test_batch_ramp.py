@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training import changed
 from tests.data.sequences import counting, open_stream, write
+from tests.training import changed
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.loader import BatchLoader

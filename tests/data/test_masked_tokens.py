@@ -13,8 +13,8 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 
-from tests.training import BERT, MODERNBERT, changed
 from tests.data.sequences import BYTES, batches, open_stream, write
+from tests.training import BERT, MODERNBERT, changed
 from titanlike.config import UserError
 from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Tokenizer as Section

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import tomli
 
-from tests.durability import Disk
 from tests.data.preparing import BYTES, MANY, content, random_text, read_split
+from tests.durability import Disk
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section

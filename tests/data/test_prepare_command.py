@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import tomli
 
-from tests.launching import ROOT, descendants, environment
 from tests.data.preparing import content, random_text
+from tests.launching import ROOT, descendants, environment
 from titanlike.tools.cli.data import progress_text
 from titanlike.tools.data.prepare import Progress
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.inference.tasks import evaluator_of
 from tests.data.preparing import BYTES, content, read_split
+from tests.inference.tasks import evaluator_of
 from titanlike.config import UserError
 from titanlike.config.sections import Evaluation
 from titanlike.data.documents import readers

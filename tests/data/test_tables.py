@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.data.sequences import BYTES, open_stream
 from tests.data.preparing import read_split
+from tests.data.sequences import BYTES, open_stream
 from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.token_files import write_llm_c, write_megatron, write_nanogpt
 from tests.data.sequences import batches
+from tests.token_files import write_llm_c, write_megatron, write_nanogpt
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation
 from titanlike.config.sections import Tokenizer as Section

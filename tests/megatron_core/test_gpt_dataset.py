@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.token_files import write_megatron
 from tests.data.sequences import batches
+from tests.token_files import write_megatron
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import PackedDataset

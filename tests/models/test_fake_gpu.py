@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
+from tests.data.sequences import batches, counting
 from tests.interop.models import CONFIGS, ENCODERS, T5
 from tests.losses import linear_cross_entropy
 from tests.training import Operations
-from tests.data.sequences import batches, counting
 from titanlike.checkpoint import staging
 from titanlike.config.distill import Distillation
 from titanlike.inference.logits import recomputed_logits

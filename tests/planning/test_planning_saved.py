@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_memory.compiled import saved_by_blocks
 from tests.planning.test_planning_memory import job
+from tests.simulated_memory.compiled import saved_by_blocks
 from titanlike.tools.planning.activations import block_activations, weight_copies
 from titanlike.tools.planning.job import Job
 
