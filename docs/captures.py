@@ -191,6 +191,7 @@ def start_job(terminal: Terminal, sdk: str, code: Path, base: Path) -> "tuple[su
 
 
 def indented(text: str) -> list[str]:
+    """Returns the lines of a text as a block of a page shows them."""
     return [f"    {line}".rstrip() for line in text.splitlines()]
 
 

@@ -1,7 +1,7 @@
 """CPU seconds of the tests, by file: those of all processes that a test starts. `pytest --costs FILE` writes them.
 
-`pytest --cpu-budget SECONDS` fails above a budget. It holds for a machine on which `calibration` takes `REFERENCE` seconds, and grows
-with the seconds that it takes here.
+`pytest --cpu-budget SECONDS` fails above a budget, which holds for a machine on which `calibration` takes `REFERENCE` seconds, and
+grows with the seconds that it takes here.
 """
 
 import hashlib

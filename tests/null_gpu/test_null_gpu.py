@@ -114,7 +114,7 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
 
 
-@pytest.mark.every  # test_all_layouts_train_over_nccl has expert parallelism, and tests/planning/test_planning_null_gpu.py the memory
+@pytest.mark.every  # test_all_layouts_train_over_nccl has expert parallelism, test_planning_null_gpu.py the memory
 @pytest.mark.parametrize(("mode", "graphs"), [("full", 3), ("selective", 5)])
 def test_a_rank_of_64_compiles_expert_parallel_blocks_and_needs_the_planned_memory(mode: str, graphs: int) -> None:
     require_null_gpu()
