@@ -17,23 +17,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 pytest.register_assert_rewrite("tests")  # failures in modules that several test files share show what differs
 
 from tests import crashes
+from tests.changed import ROOT, changed_files, near_tests
 from tests.costs import Costs
 from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.launching import Cli, Printed
-from tests.pool import Pool
-from titanlike.data.tokens import datasets
 
 sys.dont_write_bytecode = False
 crashes.check_all_processes()
-datasets.SYNTHETIC_TOKENS = NUM_SYNTHETIC_TOKENS  # as in the processes that the fork server starts
 
 # The cache of runs, such as the tokens of text, is not the user's. Child processes inherit the variable.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titanlike-tests-")
@@ -42,8 +41,17 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", help="write what the parity tests measure to this JSON file")
+    parser.addoption(
+        "--changed", action="store_true", help="run the tests near what differs from HEAD (tests/changed.py)"
+    )
     parser.addoption("--costs", help="write the CPU seconds of each file to this JSON file")
     parser.addoption("--cpu-budget", type=float, help="fail if the tests take more CPU seconds (tests/costs.py)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if config.option.changed:
+        config.option.changed = near_tests(changed_files())  # workers get the list
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,21 +59,52 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Costs(config))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Runs up to three files in this process: workers would take longer to start than most files take."""
+    files = config.option.changed or [word.partition("::")[0] for word in config.args]
+    return 0 if len(files) <= 3 and all(file.endswith(".py") for file in files) else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Excludes the files that are far from the change."""
+    if config.option.changed and collection_path.suffix == ".py":
+        return str(collection_path.relative_to(ROOT)) not in config.option.changed
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the tests that take minutes to the front, so that none of them runs alone at the end."""
+    """Moves the tests that take minutes, and those nearest to a change, to the front, and has the fixtures of a module built by one
+    worker."""
+    near = items[0].config.option.changed if items else []
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
+    items.sort(key=lambda item: near.index(item.nodeid.partition("::")[0]) if near else 0)
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(fixture.scope in ("module", "class") for fixture, *_ in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
     """Excludes all that was imported from later garbage collections, which a run in this process does twice."""
+    if "torch" in sys.modules:
+        _draw_few_tokens()
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
 
 
+def _draw_few_tokens() -> None:
+    """Has synthetic data as small as in the processes that the fork server starts."""
+    from titanlike.data.tokens import datasets
+
+    datasets.SYNTHETIC_TOKENS = NUM_SYNTHETIC_TOKENS
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
+def ranks() -> Iterator[Callable[[int], Any]]:
     """Returns a function: `ranks(4)` is a pool of four processes in one gloo group, kept for the session."""
+    from tests.pool import Pool
+
     pools: dict[int, Pool] = {}
     yield lambda world_size: pools.setdefault(world_size, Pool(world_size))
     threads = {size: pool.threads for size, pool in pools.items()}
@@ -78,6 +117,8 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group with this process only."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -109,4 +150,5 @@ def cli(program: Cli) -> Cli:
     """Returns a function: `cli("plan", recipe, code=2)` runs `titanlike plan recipe` in this process, with 2 as its exit code."""
     from titanlike.tools.cli.main import main
 
+    _draw_few_tokens()
     return partial(program, main)

@@ -1,12 +1,11 @@
 """Plants small errors in the code, in a copy of the repository, and records which of them the default tests find.
 
-    python -m tests.mutations map      # once: which tests execute which functions, half an hour
     python -m tests.mutations run --files 'titanlike/models/*.py' --number 50 --seed 1
     python -m tests.mutations known    # the errors of tests/known_errors.txt
     python -m tests.mutations table    # what was found, by area, and what was not
 
-An error is a small change of an expression or a statement. Each is planted alone and tested with tests that execute its function,
-the most specific ones first. Those that these do not find are planted together, and the default tests run once: for each test that
+An error is a small change of an expression or a statement. Each is planted alone and tested with the nearest test files
+(tests/changed.py). Those that these do not find are planted together, and the default tests run once: for each test that
 fails, the error that it finds is bisected.
 A result is a line of `RESULTS`. A command that runs again tests only what was not found, and of two results the last one counts.
 An error without an effect is marked there by hand, as `"equivalent": "the reason"`.
@@ -24,16 +23,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.changed import near_tests
+
 ROOT = Path(__file__).parents[1]
-RESULTS, KNOWN, MAP = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors.txt", ROOT / ".mutations/map.json"
+RESULTS, KNOWN = ROOT / "tests/mutations.jsonl", ROOT / "tests/known_errors.txt"
 PYTEST = f"{sys.executable} -m pytest -rfE -p no:cacheprovider --deselect=tests/source/test_structure.py"
-FIRST_SECONDS = 30  # of the tests that an error meets alone
+NEARBY_SECONDS = 60  # of the tests that an error meets alone
 STATES = ("found", "not found", "equivalent")
 TIMEOUTS = ("3000", "240")  # seconds of tests in parallel, and of some; an error may make a test wait forever
 
@@ -140,9 +141,8 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        left_out = (".git", ".venv*", "*_cache", "__pycache__", "runs", "build", "site", ".mutations")
+        left_out = (".git", ".venv*", "*_cache", "__pycache__", "runs", "build", "site")
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
-        (folder / "sitecustomize.py").write_text(RECORDER)
 
     def test(self, errors: list[Mutation], tests: list[str], *options: str) -> tuple[list[str], list[Mutation]]:
         """Runs tests with those errors that do not overlap. Returns the tests that fail, and these errors."""
@@ -181,78 +181,23 @@ class Copy:
         return failed or [f"exit code {code}"] * (code not in (0, 5))  # 5: no test is selected
 
 
-# What each Python process does first while the map is made: it appends each function of the copy when a test first calls it.
-RECORDER = """
-"PYTEST_DONT_REWRITE"
-import os, sys, threading, time
-root, seen = os.path.dirname(__file__) + "/", set()
-def write(line):
-    out = os.open(root + "called", os.O_APPEND | os.O_WRONLY)  # each time: a process may close the files that it inherits
-    os.write(out, line.encode())
-    os.close(out)
-def record(frame, event, arg):
-    code = frame.f_code
-    if event == "call" and code not in seen:
-        seen.add(code)
-        if code.co_filename.startswith(root):
-            write(f"{code.co_filename.removeprefix(root)} {code.co_qualname}\\n")
-def pytest_runtest_logstart(nodeid):
-    seen.clear()
-    write(f"> {time.time()} {nodeid}\\n")
-def pytest_sessionfinish():
-    write(f"> {time.time()} \\n")
-if os.path.exists(root + "called"):
-    sys.setprofile(record)
-    threading.setprofile(record)
-"""
-
-
-def current_map() -> tuple[dict[str, Any], set[str]]:
-    """Returns the map of the files of tests that have not changed, and the others. A file is named with its checksum."""
-    paths = (ROOT / "tests").rglob("test_*.py")
-    files = {f"{path.relative_to(ROOT)} {zlib.crc32(path.read_bytes())}" for path in paths}
-    recorded = json.loads(MAP.read_text()) if MAP.exists() else {}
-    return {file: recorded[file] for file in files & recorded.keys()}, files - recorded.keys()
-
-
-def record_map(copied: Copy) -> None:
-    """Writes which functions each default test calls, in any process, and its seconds."""
-    found, changed = current_map()
-    MAP.parent.mkdir(exist_ok=True)
-    for file in sorted(changed):
-        called = copied.folder / "called"
-        called.write_text("")
-        failed, _ = copied.test([], [file.split()[0]], "-n", "0", "-p", "sitecustomize")
-        found[file] = {}
-        _, *parts = re.split("^> ", called.read_text().replace(".<locals>", ""), flags=re.MULTILINE)
-        for part, following in itertools.pairwise(part.splitlines() for part in parts):
-            started, test = part[0].split(" ", 1)
-            found[file][test] = {"seconds": float(following[0].split()[0]) - float(started), "functions": part[1:]}
-        for test in failed:  # without an error
-            found[file].pop(test, None)
-        MAP.write_text(json.dumps(found))
-        print(f"{file}: {len(found[file])} tests {' '.join(failed)}", flush=True)
-
-
-def tests_of(error: Mutation, called: dict[str, Any]) -> list[str]:
-    """Returns tests that call the function, or else another one of its file, those first that call few others."""
-    ranked = sorted(
-        (f"{error.file} {error.function}" not in each["functions"], len(each["functions"]), test)
-        for test, each in called.items()
-        if any(name.startswith(f"{error.file} ") for name in each["functions"])
-    )
-    seconds = itertools.accumulate(called[test]["seconds"] for *_, test in ranked)
-    return [test for (*_, test), total in zip(ranked, seconds, strict=True) if total <= FIRST_SECONDS]
+def found_nearby(error: Mutation, copied: Copy) -> str:
+    """Returns a test that finds an error, from the nearest files until the time is over, or ""."""
+    end = time.monotonic() + NEARBY_SECONDS
+    for file in near_tests([error.file]):
+        if failed := copied.test([error], [file], "-x", "-n", "0")[0]:
+            return failed[0]
+        if time.monotonic() > end:
+            break
+    return ""
 
 
 def evaluate(errors: list[Mutation], copied: Copy, record: Callable[[Mutation, str], None]) -> None:
     """Tests each error alone and then the others together, and records what finds them."""
-    called = {test: each for tests in current_map()[0].values() for test, each in tests.items()}
     left = []
     for error in errors:
-        tests = tests_of(error, called)
-        if failed := tests and copied.test([error], tests, "-x", "-n", "0")[0]:
-            record(error, failed[0])
+        if found := found_nearby(error, copied):
+            record(error, found)
         else:
             left.append(error)
     while left:
@@ -299,7 +244,7 @@ def table(results: Iterable[dict[str, Any]]) -> str:
 def main() -> None:
     """Does what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("map", "run", "known", "table"))
+    parser.add_argument("action", choices=("run", "known", "table"))
     parser.add_argument("--files", nargs="*", default=["*.py"], help="run: patterns of files (default: the core)")
     parser.add_argument("--number", type=int, default=20, help="run: number of errors (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="run: which errors are drawn (default: 0)")
@@ -319,7 +264,7 @@ def main() -> None:
     left = [error for error in chosen if not any(results.get(error, {}).get(key) for key in ("found", "equivalent"))]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copied = Copy(Path(folder))
-        record_map(copied) if options.action == "map" else evaluate(left, copied, record)
+        evaluate(left, copied, record)
 
 
 if __name__ == "__main__":
