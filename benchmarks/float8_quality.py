@@ -3,7 +3,7 @@
     python -m benchmarks.float8_quality --folder docs/float8
     python -m benchmarks.float8_quality --folder docs/float8/high_lr --lr 1.5e-3
 
-Writes the metrics of each, and prints the table of docs/float8.md.
+Writes the metrics of each, and prints the table of docs/results.md.
 """
 
 import json

@@ -42,7 +42,7 @@ from titanlike.checkpoint.loader import read_whole
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
-from titanlike.data.batches.packed_dataset import BatchSource
+from titanlike.models.families import FAMILIES, config_class
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.null_gpu import recipes
 from titanlike.tools.programs import load_known, recipe_types
@@ -139,12 +139,7 @@ def test_the_quickstart_ends_with_a_continuation_by_transformers(tmp_path: Path)
 
 
 def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/data.md").read_text()
-    program, _, source = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    members = {name for name in BatchSource.__dict__ if not name.startswith("_")} | set(BatchSource.__annotations__)
-    assert set(re.findall(r"def (\w+)|^    (\w+) =", source, flags=re.MULTILINE)) == {
-        ("", name) if name == "seq_len" else (name, "") for name in members
-    }
+    program, *_ = blocks(ROOT / "docs/data.md", "python")
     (tmp_path / "a.txt").write_text("the first")
     (tmp_path / "b.txt").write_text("the second")
     prepare([str(tmp_path / "*.txt")], tmp_path / "data/corpus", Tokenizer(), workers=0)
@@ -301,6 +296,14 @@ def test_keys_of_other_projects_that_are_the_same_exist() -> None:
         section = first.partition(".")[0]
         names = [first, *(name if "." in name else f"{section}.{name}" for name in others)]
         assert KEYS.issuperset(names), names
+
+
+def test_the_table_of_models_has_every_family_and_size() -> None:
+    rows = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if line.startswith("| `")]
+    for name in FAMILIES:
+        row = next(row for row in rows if f"`{name}`" in row.split("|")[1])
+        for size in config_class(name).sizes:
+            assert f"`{size}`" in row or size == "debug", f"{name}: {size}"
 
 
 def test_the_repository_layout_lists_every_package() -> None:

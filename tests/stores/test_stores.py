@@ -15,7 +15,7 @@ from tests.stores.conftest import Bucket
 from titanlike.checkpoint.remote import RemoteStore
 
 if "NODE_MODULES" not in os.environ or not all(importlib.util.find_spec(name) for name in ("adlfs", "gcsfs")):
-    pytest.skip("requires emulators, which .ci/run installs (docs/stores.md)", allow_module_level=True)
+    pytest.skip("requires emulators, which .ci/run installs", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow,

@@ -29,7 +29,7 @@ MAX_EPOCHS = 4  # more passes over the same text teach little (Muennighoff et al
 MAX_DAYS = 7
 MAX_CPU_STEPS = 1000
 MEASURED = RECIPES / "debug.toml"
-"""The recipe of the model of its name whose optimizer, schedule and batch have been compared with others (docs/speedrun.md)."""
+"""The recipe of the model of its name whose optimizer, schedule and batch have been compared with others (benchmarks/LOG.md)."""
 MEMORY = 0.9  # fraction of a GPU to plan with
 WIDTH = 118  # characters of a comment
 ASSUMED_MFU = 0.4  # before there is a plan

@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
     make.add_argument("--validation", type=float, default=0.0, metavar="FRACTION", help=text)
     make.add_argument("--test", type=float, default=0.0, metavar="FRACTION", help='the same for the split "test"')
     make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (default: one per core)")
-    _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data_quality.md)"))
+    _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data.md)"))
     train = add_command(subcommands, "train-tokenizer", TRAIN, run)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")

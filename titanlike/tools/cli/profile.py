@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace")
     text = "hardware of the plan (default: the GPU's; on a CPU, no plan)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)
-    text = "predict the profile on this hardware, from a step whose kernels are recorded and not computed: docs/profiling.md"
+    text = "predict the profile on this hardware, from a step whose kernels are recorded and not computed: docs/performance.md"
     parser.add_argument("--without-gpu", metavar="NAME|FILE", help=text)
     text = "run directory (default: runs/profile-RECIPE-TIME)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
@@ -150,7 +150,7 @@ def _predict(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     console.print()
     console.print(classes)
     pipeline = " and without the bubble of the pipeline" if rates.job.layout.pipeline > 1 else ""
-    console.print(f"\nAll times are predicted{pipeline}: docs/profiling.md")
+    console.print(f"\nAll times are predicted{pipeline}: docs/performance.md")
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:

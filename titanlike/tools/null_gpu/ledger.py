@@ -2,7 +2,7 @@
 
     python -m titanlike.tools.null_gpu.ledger RECIPE [--hardware h200] [--gpus N] [--out FILE] [--section.key=value ...]
 
-Trains the recipe on synthetic data for four steps, as rank 0 of N, and records the last one. See docs/profiling.md.
+Trains the recipe on synthetic data for four steps, as rank 0 of N, and records the last one. See docs/performance.md.
 """
 
 import argparse
