@@ -20,7 +20,7 @@ class Format:
 
     name: str
     used_by: str
-    fields: str  # as the documentation shows them
+    fields: str
     record: dict[str, Any]
     messages: list[Message]
     trl: str = "no such format"  # what TRL makes of the record, compared with the tokens and labels here
@@ -144,9 +144,3 @@ FORMATS = [
         names=("messages=dialog", "role=speaker", "content=text", "user=client", "assistant=agent"),
     ),
 ]  # fmt: skip
-
-
-def table() -> str:
-    """Returns the formats as a table of Markdown, as docs/finetuning.md has it."""
-    rows = [f"| {each.name} | {each.used_by} | {each.fields} |" for each in FORMATS]
-    return "\n".join(["| Format | Used by | Fields |", "|---|---|---|", *rows]) + "\n"

@@ -5,6 +5,7 @@ SDK v2's `PyTorch` estimator starts the script through the sagemaker-training to
 PYTHONPATH, and with `__` for the point of a key. `tests/sdk` compares the requests.
 """
 
+import ast
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, wait_for
+from tests.programs import blocks
 from titanlike.config import UserError
 from titanlike.distributed.environment import RankInfo
 from titanlike.distributed.sagemaker import SageMakerJob, sagemaker_job
@@ -283,3 +285,22 @@ def test_checkpoints_on_the_disks_of_several_hosts_are_refused() -> None:
     for changes in ({"checkpoint.dir": "s3://bucket/runs"}, {"checkpoint.enabled": "false"}, {"run.dir": "/fsx"}):
         other = load(PretrainRecipe, ROOT / RECIPE, keys | changes)
         job.check_checkpoints(other.run, other.checkpoint, hosts)
+
+
+@pytest.mark.parametrize("source", ["docs/sagemaker.md", "sagemaker/estimator.py"])
+def test_the_first_examples_have_a_location_for_the_checkpoints_of_several_instances(source: str) -> None:
+    text = (ROOT / source).read_text()
+    program = blocks(ROOT / source, "python")[0] if source.endswith(".md") else text
+    calls = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]
+    keywords = {each.arg: each.value for call in calls for each in call.keywords}
+    assert ast.literal_eval(keywords["instance_count"]) == 4
+    words = [
+        word
+        for pair in ast.literal_eval(keywords["hyperparameters"]).items()
+        for word in (f"--{pair[0]}", str(pair[1]))
+    ]
+    arguments = Arguments(words)
+    job = SageMakerJob("/opt/ml/checkpoints", "/opt/ml/model")
+    keys = {"run.dir": job.checkpoints, "run.name": "llama3_8b", **arguments.overrides}
+    recipe = load(PretrainRecipe, ROOT / arguments.recipe, keys)
+    job.check_checkpoints(recipe.run, recipe.checkpoint, RankInfo(world_size=32, local_world_size=8))

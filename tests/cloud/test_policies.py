@@ -42,6 +42,7 @@ def test_the_user_policy_allows_the_commands(aws: Aws) -> None:
     for action, key in (
         ("PutObject", "code/a/b"),
         ("GetObject", "runs/a/metrics.jsonl"),
+        ("GetObject", "checkpoints/a/step-00000001/manifest.json"),
     ):
         assert allowed(USER, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
     assert not allowed(USER, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
@@ -66,3 +67,13 @@ def test_the_role_policy_allows_only_the_job_locations() -> None:
         assert not allowed(ROLE, "s3:PutObject", f"arn:aws:s3:::BUCKET/{key}")
         assert not allowed(ROLE, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{key}")
     assert not allowed(ROLE, "s3:GetObject", "arn:aws:s3:::BUCKET/other/a")
+
+
+def test_the_files_for_a_role_are_policies() -> None:
+    trust, vpc = (
+        json.loads((ROOT / f"sagemaker/{name}.json").read_text()) for name in ("trust_of_role", "policy_of_vpc")
+    )
+    (statement,) = trust["Statement"]
+    assert statement["Principal"] == {"Service": "sagemaker.amazonaws.com"} and statement["Action"] == "sts:AssumeRole"
+    assert statements(vpc, "ec2:CreateNetworkInterfacePermission") == ["*"]
+    assert all(action.startswith("ec2:") for one in vpc["Statement"] for action in one["Action"])

@@ -112,7 +112,7 @@ def test_a_shipped_sweep_is_valid(file: Path) -> None:
 
 
 def test_the_page_lists_every_key() -> None:
-    page = (ROOT / "docs/sweeps.md").read_text()
+    page = (ROOT / "docs/experiments.md").read_text()
     for key in describe(Sweep):
         table, _, name = key.name.rpartition(".")
         assert f"`[{table}]` `{name}`" in page if table else f"`{name}`" in page or f'`[{name}."KEY"]`' in page, (

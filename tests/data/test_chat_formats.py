@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.chat_formats import FORMATS, Format, table
+from tests.chat_formats import FORMATS, Format
+from titanlike.config.finetune import FIELDS, ROLES
 from titanlike.config.sections import Tokenizer
 from titanlike.data.documents.conversations import RecordReader, conversation_of, is_answer
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import ChatTemplate
 from titanlike.data.tokens.tokenizer import build_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs/finetuning.md"
+PAGE = Path(__file__).parents[2] / "docs/post_training.md"
 # Writes all that a conversation may have, and separates messages by the special token.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}"
@@ -37,9 +38,12 @@ def test_a_record_is_its_conversation(format: Format) -> None:
     assert decode(tokens[labels].tolist()) == "".join(map(written, filter(is_answer, format.messages)))
 
 
-def test_the_page_has_the_formats() -> None:
+def test_the_page_has_the_names_of_fields_and_roles() -> None:
     assert len({each.name for each in FORMATS}) == len(FORMATS) > 12
-    assert table() in PAGE.read_text(), "put the output of tests.chat_formats.table() into docs/finetuning.md"
+    page = PAGE.read_text()
+    for field, names in FIELDS.items():
+        assert all(f"`{name}`" in page or f'"{name}"' in page for name in (field, *names)), field
+    assert all(role in page for role in ROLES)
 
 
 def test_nulls_are_absent_on_every_level() -> None:

@@ -258,6 +258,7 @@ SYSTEM = [
     "prometheus",
     "cp",
     "printf",
+    "aws",
     "git",
     "cd",
     "ls",

@@ -42,9 +42,13 @@ from titanlike.checkpoint.loader import read_whole
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
+from titanlike.config.shipped import recipe_path
 from titanlike.models.families import FAMILIES, config_class
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.null_gpu import recipes
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.plan import plan_or_none
+from titanlike.tools.planning.report import brief
 from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.results import table as sweep_table
 
@@ -206,8 +210,10 @@ def test_the_plans_of_published_runs_are_those_of_today() -> None:
     assert recorded == published_gpu.plans(), "record them again (benchmarks/published_gpu.py)"
 
 
-def test_the_cost_of_the_study_is_that_of_today() -> None:
-    assert f"\n{sagemaker_study.cost()}\n" in (ROOT / "docs/sagemaker.md").read_text()
+def test_the_cost_of_jobs_is_that_of_today() -> None:
+    assert f"\n{sagemaker_study.cost()}\n" in (ROOT / "benchmarks/LOG.md").read_text()
+    plan = plan_or_none(load_known(recipe_path("llama3_8b"), {}), 32, load_hardware("ml.p5.48xlarge"))
+    assert plan and f"\nplan        {brief(plan)}\n" in (ROOT / "docs/sagemaker.md").read_text()
 
 
 def test_all_cases_are_measured() -> None:

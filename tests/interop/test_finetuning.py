@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.interop.models import CONFIGS, export_model, model_of
 from tests.launching import ROOT, SMALL, python, run
 from tests.pool import Ranks
+from tests.programs import blocks
 from tests.training import assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
@@ -325,8 +326,8 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
     """With a tiny model and few steps."""
     keys = {key: value for key, value in SMALL.items() if key not in ("data.source", "training.seq_len")}
     keys |= {"training.steps": "3", "training.seq_len": "64", "checkpoint.export": "float32"}
-    text = (ROOT / "docs/finetuning.md").read_text()
-    commands = [line.split() for line in text.splitlines() if line.startswith("./run_train.sh train_configs/")]
+    first, *_ = blocks(ROOT / "docs/post_training.md")
+    commands = [line.split() for line in first.splitlines() if line.startswith("./run_train.sh train_configs/")]
     assert len(commands) == 3
     for _, recipe, *options in commands:
         named = dict(option.removeprefix("--").split("=", 1) for option in options)

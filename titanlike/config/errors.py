@@ -14,7 +14,7 @@ from titanlike.config.schema import describe
 MANY_UNKNOWN = 4  # keys: they are not typos, the recipe is for another program
 # Keys that `recipe.toml` of earlier runs has, and what to do.
 REMOVED = {
-    "metrics.machine_interval": "remove it; exporters measure GPUs and hosts (docs/monitoring.md)",
+    "metrics.machine_interval": "remove it; exporters measure GPUs and hosts (docs/experiments.md)",
     "recipe": "the program has the key `program` now; write program = {value}",
 }
 

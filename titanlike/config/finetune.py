@@ -49,7 +49,7 @@ class ChatData(Data):
     fields: Annotated[tuple[str, ...], CHATS, READS_RECORDS] = ()
     """Names of fields that are not the common ones, such as `["messages=dialog", "content=text"]`: of a record, `messages`,
     `prompt`, `completion`, `input`, `system`, `tools`, `chosen` and `rejected`; of a message, `role`, `content` and `weight`. A
-    role gets a further name in the same way: `"assistant=agent"`. Default: the common names, which docs/finetuning.md lists."""
+    role gets a further name in the same way: `"assistant=agent"`. Default: the common names, which docs/post_training.md lists."""
     long_chats: Annotated[Literal["truncate", "skip"], CHATS] = "truncate"
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it. Of a preference
     pair, this is the length of both conversations, of which the longer one is truncated first."""

@@ -258,7 +258,7 @@ def gib(size: float) -> str:
 def as_json(
     plan: Plan, recommendation: Advice | None = None, modes: Mapping[str, Plan | None] | None = None
 ) -> dict[str, Any]:
-    """Returns a plan with SI base units. docs/planning.md describes the keys."""
+    """Returns a plan with SI base units, which the names of the keys have."""
     job, layout = plan.job, plan.job.layout
     is_mixture = isinstance(job.recipe.model, MoeConfig)
     result: dict[str, Any] = {
