@@ -55,7 +55,7 @@ def measure(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns the table of docs/float8.md."""
+    """Returns the table of docs/results.md."""
     rows = []
     for name, found in measured["variants"].items():
         total = f"{found['weights']:.2f} + {found['moments']:.2f} = {found['weights'] + found['moments']:.2f}"

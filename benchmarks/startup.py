@@ -40,7 +40,7 @@ def start(processes: int, folder: Path) -> tuple[float, float]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns the table of docs/speed.md."""
+    """Returns the table of docs/results.md."""
     return table_of(
         ("Processes", "First line", "First step"),
         (

@@ -1,4 +1,4 @@
-"""Layouts that are compared with one process, and the table of the measured differences in docs/layouts.md.
+"""Layouts that are compared with one process, and the table of the measured differences in docs/results.md.
 
 Record the differences, then print the table and the summary for README.md:
 
