@@ -26,10 +26,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinxcontrib.mermaid",
 ]
 myst_heading_anchors = 4  # with the names that a forge gives them
-myst_fence_as_directive = ["mermaid"]
 default_role = "code"  # single backticks in docstrings
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 
