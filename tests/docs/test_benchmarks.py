@@ -51,7 +51,7 @@ def test_ratios_compare_neighbouring_blocks() -> None:
     )
 
 
-@pytest.mark.every  # compares times, which a busy machine changes; docs/speed.md has the measurement
+@pytest.mark.every  # compares times, which a busy machine changes; docs/results.md has the measurement
 def test_titanlike_keeps_up_with_the_plain_loop(tmp_path: Path) -> None:
     """Both take turns, so that other load on the machine slows both."""
     options = "--subject plain,titanlike --rows shipped --model cpu_6m --warmup 1 --steps 4 --block 2"

@@ -1,1 +1,1 @@
-"""A stand-in for CUDA on which programs run without a GPU: docs/null_gpu.md."""
+"""A stand-in for CUDA on which programs run without a GPU: docs/performance.md."""

@@ -2,7 +2,7 @@
 
     python -m titanlike.tools.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
 
-PyTorch runs unmodified, and kernels compute nothing: see docs/null_gpu.md.
+PyTorch runs unmodified, and kernels compute nothing: see docs/performance.md.
 """
 
 import argparse

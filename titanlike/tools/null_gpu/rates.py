@@ -1,4 +1,4 @@
-"""Predicts the time of a kernel from what it computes and moves. Fitted to the ten rows that one H200 measured (docs/speed.md).
+"""Predicts the time of a kernel from what it computes and moves. Fitted to the ten rows that one H200 measured (docs/results.md).
 
 Matmuls and attention take what they take alone on the device: the planner's formula, corrected by what the H200 measured for the
 nearest shape. Other kernels take the longer of moving their bytes and issuing their instructions.
