@@ -17,6 +17,7 @@ import torch
 
 import titanlike
 from benchmarks import optimizers, planner_validation, published_gpu, real_model, results_page, sagemaker_study, soak
+from docs import llms
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
 from tests.programs import PAGES, blocks
@@ -101,9 +102,10 @@ def test_the_loop_of_the_readme_is_that_of_the_program() -> None:
 def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> None:
     """A dimension that was added later is not described as missing."""
     text = (ROOT / "docs/coming_from.md").read_text()
-    for project in re.split(r"^## ", text, flags=re.MULTILINE)[3:5]:  # torchtitan, Megatron-LM
+    for heading in ("Keys of torchtitan", "Options of Megatron-LM"):
+        project = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         for dimension in (*(set(DIMENSIONS) - {"replicate", "shard"}), "expert"):
-            assert f"| `parallelism.{dimension}` |" in project, (project.splitlines()[0], dimension)
+            assert f"| `parallelism.{dimension}` |" in project, (heading, dimension)
 
 
 @pytest.mark.slow
@@ -229,6 +231,20 @@ def test_the_index_has_every_page() -> None:
     (toctree,) = blocks(ROOT / "docs/index.md", r"\{toctree\}")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.stem == "index" or page.stem in toctree.splitlines(), page.name
+
+
+def test_llms_txt_has_every_page_with_a_sentence() -> None:
+    lines = [line for line in llms.text().splitlines() if line.startswith("- ")]
+    for page, line in zip(llms.pages(), lines, strict=True):
+        assert re.fullmatch(rf"- \[.+\]\(_sources/{page.relative_to(ROOT)}\.txt\): .+", line), line
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_a_drawing_names_modules_that_exist(picture: Path) -> None:
+    names = re.findall(r'<text class="c"[^>]*>([^<]+)<', picture.read_text())
+    assert names
+    for name in ", ".join(names).split(", "):
+        assert (ROOT / "titanlike" / name).exists() or (ROOT / name).exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
