@@ -20,7 +20,10 @@ def entry(page: Path) -> str:
     """Returns the link to the source of a page, with its title and its first sentence."""
     text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     title, _, rest = text.partition("\n\n")
-    words = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", rest).lstrip().partition("\n\n")[0].split())
+    rest = re.sub(r"^```.*?^```$", "", rest, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = [part.strip() for part in rest.split("\n\n")]
+    first = next(part for part in paragraphs if part and not part.startswith(("#", "|", "!", "<", "- ")))
+    words = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", first).split())
     sentence = re.split(r"(?<=[.:!?]) (?=[A-Z`])", words)[0].rstrip(":")
     path = page.relative_to(DOCS.parent)
     return f"- [{title.strip().removeprefix('# ')}](_sources/{path}.txt): {sentence}"
