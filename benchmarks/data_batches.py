@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns the table of benchmarks/LOG.md."""
+    """Returns the table of docs/results.md."""
     rows = []
     for name, rates in measured["tokens_per_second"].items():
         low, middle, high = (f"{rate / 1e6:.0f}" for rate in (min(rates), statistics.median(rates), max(rates)))

@@ -144,7 +144,7 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns the tables of benchmarks/LOG.md."""
+    """Returns the tables of docs/results.md."""
     speed, memory = [], []
     others = list(dict.fromkeys(way for row in measured["speed"].values() for way in row.get("others", ())))
     for name, row in measured["speed"].items():

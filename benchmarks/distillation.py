@@ -90,5 +90,19 @@ def measure(_: argparse.Namespace) -> dict[str, Any]:
     return {"student": STUDENT, "bytes": sizes, "teacher": teacher, "seeds": rows, "median": median}
 
 
+def table(measured: dict[str, Any]) -> str:
+    """Returns the lowest validation losses of the student as Markdown."""
+    cells = []
+    for name, kind, steps in (
+        ("alone", "alone", STEPS),
+        ("alone", "alone", STEPS // 2),
+        ("with the teacher", "distilled", STEPS // 2),
+    ):
+        losses = [seed[kind][str(steps)] for seed in measured["seeds"]]
+        of_seeds = ", ".join(f"{loss:.3f}" for loss in losses)
+        cells.append((name, steps, f"{statistics.median(losses):.3f}", of_seeds))
+    return common.table(("Student", "Steps", "Cross-entropy", "Seeds"), cells)
+
+
 if __name__ == "__main__":
-    common.script(__doc__, measure, lambda measured: str(measured["median"]))
+    common.script(__doc__, measure, table)

@@ -112,6 +112,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rows of several results of a model as one, each with its options in its name."""
+    rows = {}
+    for result in results:
+        for row, one in result["rows"].items():
+            options = (f", {key} = {value}" for key, value in result["options"].get(row, {}).items())
+            rows["".join([row, *options])] = one
+    return results[0] | {"rows": rows}
+
+
 def format_ratio(found: dict[str, float]) -> str:
     """Returns the median and the interquartile range as text."""
     return f"{found['median']:.3f} ({found['low']:.2f} to {found['high']:.2f})"

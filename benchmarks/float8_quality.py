@@ -7,6 +7,7 @@ Writes the metrics of each, and prints the table of docs/results.md.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def row(folder: Path, lr: str) -> list[str]:
     return [lr, f"{last[0]:.4f}", *(f"{100 * (loss / last[0] - 1):+.2f}%" for loss in last[1:])]
 
 
+def table_of(folders: Mapping[str, Path]) -> str:
+    """Returns the table of these folders, by learning rate."""
+    return table(("Learning rate", *VARIANTS), (row(folder, lr) for lr, folder in folders.items()))
+
+
 def main() -> None:
     """Trains the variants."""
     parser = parser_of(__doc__)
@@ -55,7 +61,7 @@ def main() -> None:
         keys = SMALL | {"optimizer.lr": arguments.lr} | (FLOAT8 if name.startswith("float8") else {})
         records = train(f"study/{name}", keys, processes=2)
         (arguments.folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    print(table(["Learning rate", *VARIANTS], [row(arguments.folder, arguments.lr)]))
+    print(table_of({arguments.lr: arguments.folder}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The folder has the files and a `sources.json` with, for each file, its public address, the number of GPUs of the job and the
 environment of a script: `{"llama3_8b.toml": {"link": "https://...", "gpus": 64, "env": {}}}`. Prints the table of
-docs/migration_results.md. Or all configs of torchtitan 0.3.0, which the Python of its environment builds:
+docs/results.md. Or all configs of torchtitan 0.3.0, which the Python of its environment builds:
 
     python -m benchmarks.migration --torchtitan venv/bin/python --out benchmarks/results/migration_configs.json
 """
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,19 +68,34 @@ def result(path: Path, link: str, gpus: int, env: Mapping[str, str]) -> dict[str
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the results as a table in Markdown."""
+    """Returns a row for each file, as Markdown: how many of its keys are mapped, and what is not."""
     cells = []
     for row in rows:
         name = f"[{row['file']}]({row['link']})"
         if row["env"]:
             name += f", with {', '.join(f'`--env {key}={value}`' for key, value in row['env'].items())}"
         if "refused" in row:
-            cells.append([name, row["gpus"], *[""] * 4, f"refused: {row['refused']}"])
+            cells.append([name, row["gpus"], "", "", f"error: {row['refused']}"])
             continue
-        lost = "; ".join(f"`{key}`: {reason}" for key, reason in row["not_mapped"].items()) or "none"
-        cells.append([name, row["gpus"], row["keys"], row["mapped"], lost, row["without_effect"], row["check"]])
-    heads = ("File", "GPUs", "Keys", "Mapped", "Not mapped, of effect", "Without effect", "`--check`")
-    return table_of(heads, cells)
+        lost = ", ".join(f"`{key}`" for key in row["not_mapped"])
+        result = f"`--check` {row['check']}" + (f"; not converted: {lost}" if lost else "")
+        cells.append([name, row["gpus"], row["keys"], row["mapped"], result])
+    return table_of(("File", "GPUs", "Keys", "Mapped", "Result"), cells)
+
+
+def table_of_models(rows: list[dict[str, Any]]) -> str:
+    """Returns a row for each model of torchtitan: how many of its configs are imported, and why others are not."""
+    models: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        models.setdefault(row["file"].partition(".")[0], []).append(row)
+    cells = []
+    for model, alike in models.items():
+        reasons = Counter(row["refused"].rpartition(": ")[2].partition(";")[0] for row in alike if "refused" in row)
+        passed = sum(row.get("check") == "passes" for row in alike)
+        cells.append(
+            (model, len(alike), passed, "; ".join(f"{reason} ({number})" for reason, number in reasons.items()))
+        )
+    return table_of(("Model", "Configs", "Imported", "Errors"), cells)
 
 
 def configs(python: str) -> list[dict[str, Any]]:
@@ -100,12 +116,12 @@ def main() -> None:
     parser.add_argument("--torchtitan", metavar="PYTHON", help="Python with torchtitan 0.3.0, in place of the folder")
     arguments = parser.parse_args()
     if arguments.torchtitan:
-        rows = configs(arguments.torchtitan)
+        rows, text = configs(arguments.torchtitan), table_of_models
     else:
         sources = json.loads((arguments.folder / SOURCES).read_text())
-        rows = [result(arguments.folder / name, **source) for name, source in sources.items()]
+        rows, text = [result(arguments.folder / name, **source) for name, source in sources.items()], table
     write(arguments.out, rows)
-    print(table(rows))
+    print(text(rows))
 
 
 if __name__ == "__main__":

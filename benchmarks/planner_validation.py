@@ -314,28 +314,30 @@ def markdown(results: dict[str, Any]) -> str:
         (name, found["runs"], found["sources"], f"{found['median']:.1%}", f"{found['low']:.2f} to {found['high']:.2f}")
         for name, found in results["ranges"].items()
     )
-    rows = []
+    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = defaultdict(list)
     for row in results["rows"]:
-        gib, predicted, error, first = (
-            row[key] for key in ("memory_gib", "predicted_memory_gib", "memory_error", "first_error")
-        )
-        memory_cells = (
-            f"{gib:.1f}" if gib else "-", f"{predicted:.1f}" if gib and predicted else "-",
-            "-" if error is None else f"{error:+.1%}",
-        )  # fmt: skip
-        speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['fitted']:,.0f}", f"{row['fitted_error']:+.1%}"]
-        speeds += [f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", "-" if first is None else f"{first:+.0%}"]
-        rows.append((row["name"], *speeds, *memory_cells, row["reason"]))
-    heads = (
-        "Measurement", "Published", "All fitted", "Error", "Source not fitted", "Error", "First", "GiB", "Predicted", "Error",
-        "Note",
-    )  # fmt: skip
+        groups[row["table"], row["hardware"], row["listed"]].append(row)
+    sources = []
+    for (source, hardware, listed), alike in groups.items():
+        models = ", ".join(dict.fromkeys(row["model"] for row in alike))
+        gpus = _span([row["gpus"] for row in alike], ",")
+        memory_errors = [row["memory_error"] for row in alike if row["memory_error"] is not None]
+        errors_of = (_span([row["error"] for row in alike], "+.0%"), _span(memory_errors, "+.0%"))
+        sources.append((source, models, hardware, gpus, len(alike), *errors_of, "yes" if listed else "no"))
     tables = (
         table(("Errors", "Number", "Within goal", "Median", "90th percentile", "Largest"), errors),
         table(("Class", "Runs", "Sources", "Median error", "Measured over predicted, 90% of runs"), classes),
-        table(heads, rows),
+        table(
+            ("Source", "Model", "GPU", "Number of GPUs", "Runs", "Error of speed", "Error of memory", "Fitted"), sources
+        ),
     )
     return "\n\n".join(tables)
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Returns the lowest and the highest value as text."""
+    ends = dict.fromkeys(format(end(values), form) for end in (min, max)) if values else ()
+    return " to ".join(ends)
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def evaluate_duplicates(files: Sequence[Path], kept: Iterator[int]) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the tables of benchmarks/LOG.md and, last, of docs/results.md."""
+    """Returns the tables of docs/results.md."""
     found = result["all"]["found"]
     planted = []
     for kind, number in found["documents"].items():

@@ -188,7 +188,7 @@ def _quartiles(numbers: list[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the tables of benchmarks/LOG.md."""
+    """Returns the tables of docs/results.md."""
     tables = []
     for ranks, rows in result["ranks"].items():
         size = next(iter(rows.values()))[0]["bytes"] / 1e6

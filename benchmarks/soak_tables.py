@@ -1,4 +1,4 @@
-"""Statistics of the soak test, and the tables of benchmarks/LOG.md."""
+"""Statistics of the soak test, and the tables of docs/results.md."""
 
 import statistics
 from collections import Counter
@@ -37,7 +37,7 @@ def _summary(numbers: list[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the tables of benchmarks/LOG.md."""
+    """Returns the tables of docs/results.md."""
     runs = result["runs"]
     kills = [kill for run in runs for kill in run["kills"]]
     rows = []

@@ -3,11 +3,16 @@
 The root of the sources is that of the repository, so that pages may link to any file: to other pages, or to sources as downloads.
 """
 
+import sys
 from itertools import groupby
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 from titanlike import __version__
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from docs import llms
 
 project = "titanlike"
 release = __version__
@@ -26,10 +31,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinxcontrib.mermaid",
 ]
 myst_heading_anchors = 4  # with the names that a forge gives them
-myst_fence_as_directive = ["mermaid"]
 default_role = "code"  # single backticks in docstrings
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 
@@ -58,6 +61,13 @@ def convert_tables(_app: Sphinx, _what: str, _name: str, _obj: object, _options:
     lines[:] = [line for table, group in groups for line in (list_table(group) if table else group)]
 
 
+def write_llms(app: Sphinx, error: Exception | None) -> None:
+    """Writes llms.txt, which links to the sources of the pages."""
+    if error is None and app.builder.format == "html":
+        Path(app.outdir, "llms.txt").write_text(llms.text())
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", convert_tables)
+    app.connect("build-finished", write_llms)

@@ -2,7 +2,7 @@
 
     ./run_train.sh train_configs/dpo_debug.toml --preference.beta=0.2
 
-To change it, copy it: add a section of your own to the recipe and a line that uses it to the loop (docs/copy.md).
+To change it, copy it: add a section of your own to the recipe and a line that uses it to the loop (docs/extending.md).
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     ./run_train.sh train_configs/mlm_debug.toml --mlm.mask_probability=0.3
 
-To change it, copy it: add a section of your own to the recipe and a line that uses it to the loop (docs/copy.md).
+To change it, copy it: add a section of your own to the recipe and a line that uses it to the loop (docs/extending.md).
 """
 
 import sys

@@ -3,7 +3,7 @@ parallel training under a layout, those of torch.compile with `--compile`.
 
     python -m tests.silent_bugs                                               # all
     python -m tests.silent_bugs rope_positions tied_embeddings                # some
-    python -m tests.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/silent_bugs.md shows
+    python -m tests.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/results.md shows
 
 Each case is a function of whether the bug is planted. Without it, the same module is accepted. The exit code is 1 if a bug is not
 found, or a correct module is not accepted; the tests compare what is printed with what is recorded.
@@ -1244,7 +1244,7 @@ def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns the table of docs/silent_bugs.md."""
+    """Returns the table of docs/results.md."""
     lines = ["| Case | What happens | Layout | First difference |", "|---|---|---|---|"]
     for name, each in BUGS.items():
         phase = measured["bugs"][name].partition(": ")[2].partition(":")[0]

@@ -48,7 +48,7 @@ def parallelize(
 
     Args:
         split: number of blocks of each pipeline stage.
-        loss: replaces the cross-entropy in training; see docs/copy.md.
+        loss: replaces the cross-entropy in training; see docs/extending.md.
         loss_reduction: `none` makes the model return the cross-entropy of each token for labels, instead of the sum.
         static_shapes: see `apply_compile`; for one of two models of different sizes.
 

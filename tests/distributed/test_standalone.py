@@ -442,5 +442,5 @@ def test_compiled_blocks_of_a_plain_module_share_one_graph(ranks: Ranks, sequenc
 
 
 def test_the_styles_are_documented() -> None:
-    text = (ROOT / "docs/examples.md").read_text()
+    text = (ROOT / "docs/extending.md").read_text()
     assert re.findall(r"^\| `(\w+)` \| ", text, flags=re.MULTILINE) == list(STYLES)

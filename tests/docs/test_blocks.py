@@ -338,8 +338,8 @@ def check_output(text: str) -> None:
 
 def test_the_blocks_of_all_pages_are_found() -> None:
     pages = {block.page.name for block in BLOCKS}
-    assert pages > {"README.md", "sagemaker.md", "examples.md", "sagemaker_estimator.py"}
-    assert len(BLOCKS) > 120 and {block.text for block in BLOCKS} >= {*INSTALLED}
+    assert pages > {"README.md", "sagemaker.md", "extending.md", "sagemaker_estimator.py"}
+    assert len(BLOCKS) > 80 and {block.text for block in BLOCKS} >= {*INSTALLED}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -363,9 +363,6 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
     elif block.language == "{eval-rst}":
         for name in re.findall(r"^\.\. automodule:: (\S+)", block.text, flags=re.MULTILINE):
             importlib.import_module(name)
-    elif block.language == "mermaid":
-        for name in re.findall(r"\|([\w/]+\.py)\|", block.text):
-            assert (ROOT / "titanlike" / name).exists(), name
     else:
         assert block.language in OUTPUT, f"no rule covers a block of {block.language}"
         check_output(block.text)

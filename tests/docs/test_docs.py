@@ -16,24 +16,8 @@ import pytest
 import torch
 
 import titanlike
-from benchmarks import (
-    data_batches,
-    data_prepare,
-    figures,
-    float8_quality,
-    ledger,
-    migration,
-    optimizers,
-    planner_validation,
-    published_gpu,
-    quality_results,
-    real_model,
-    sagemaker_study,
-    save_stall,
-    soak,
-    startup,
-    tokens_equal,
-)
+from benchmarks import optimizers, planner_validation, published_gpu, real_model, results_page, sagemaker_study, soak
+from docs import llms
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
 from tests.programs import PAGES, blocks
@@ -45,19 +29,17 @@ from titanlike.config.sections import Tokenizer
 from titanlike.config.shipped import recipe_path
 from titanlike.models.families import FAMILIES, config_class
 from titanlike.tools.data.prepare import prepare
-from titanlike.tools.null_gpu import recipes
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.plan import plan_or_none
 from titanlike.tools.planning.report import brief
 from titanlike.tools.programs import load_known, recipe_types
-from titanlike.tools.sweep.results import table as sweep_table
 
 KEYS = {key.name for recipe_type in recipe_types().values() for key in describe(recipe_type)}
 
 
 def own_text(page: Path) -> str:
-    """Returns the text without the keys and files of other projects, which coming_from.md has in its first column, and
-    migration_results.md in the rows of their files."""
+    """Returns the text without the keys of other projects, which coming_from.md has in its first column, and results.md in the
+    rows of public files."""
     text = re.sub(r"^\| \[[^]]*\]\(https://.*", "", page.read_text(), flags=re.MULTILINE)
     return re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE) if page.name == "coming_from.md" else text
 
@@ -124,9 +106,10 @@ def test_the_loop_of_the_readme_is_that_of_the_program() -> None:
 def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> None:
     """A dimension that was added later is not described as missing."""
     text = (ROOT / "docs/coming_from.md").read_text()
-    for project in re.split(r"^## ", text, flags=re.MULTILINE)[3:5]:  # torchtitan, Megatron-LM
+    for heading in ("Keys of torchtitan", "Options of Megatron-LM"):
+        project = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         for dimension in (*(set(DIMENSIONS) - {"replicate", "shard"}), "expert"):
-            assert f"| `parallelism.{dimension}` |" in project, (project.splitlines()[0], dimension)
+            assert f"| `parallelism.{dimension}` |" in project, (heading, dimension)
 
 
 @pytest.mark.slow
@@ -154,55 +137,34 @@ def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.M
     assert names["documents"].tolist() == [[10, 0], [21, 10]]
 
 
-# What a page shows of a measurement: the page, the recorded measurement, and what makes text of it.
-Text = Callable[[Any], str]
-SHOWN: list[tuple[str, str, Text]] = [
+def test_the_page_of_results_is_generated() -> None:
+    assert (ROOT / "docs/results.md").read_text() == results_page.page(), (
+        "python -m benchmarks.results_page > docs/results.md"
+    )
+
+
+def test_the_measurements_name_the_commands_that_record_them() -> None:
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        measured = json.loads(path.read_text())
+        if isinstance(measured, dict) and " --out " in (command := measured.get("command", "")):
+            assert f"--out benchmarks/results/{path.name}" in command, path.name
+
+
+# What other pages show of a measurement: the page, the recorded measurement, and what makes text of it.
+SHOWN: list[tuple[str, str, Callable[[Any], str]]] = [
     ("README.md", "docs/parity.json", parity.summary),
-    ("docs/layouts.md", "docs/parity.json", parity.table),
-    ("benchmarks/LOG.md", "benchmarks/results/soak_cpu.json", soak.table),
-    ("benchmarks/LOG.md", "benchmarks/results/save_stall_cpu.json", save_stall.table),
-    ("docs/mixture_of_experts.md", "docs/parity_moe.json", parity.moe_table),
-    ("docs/encoder_decoders.md", "docs/parity_encoder_decoders.json", parity.moe_table),
-    ("docs/float8.md", "docs/optimizers.json", optimizers.table),
-    ("docs/sweeps.md", "benchmarks/results/sweep_cpu.json",  # without the reasons of pruned trials
-     lambda measured: "\n\n".join(sweep_table(measured["results"]).split("\n\n")[::2])),
     ("benchmarks/LOG.md", "benchmarks/results/real_model.json", real_model.paragraph),
-    ("docs/null_gpu.md", "benchmarks/results/null_gpu_recipes.json", lambda measured: recipes.table(measured["rows"])),
-    ("docs/null_gpu.md", "benchmarks/results/ledger.json", ledger.table),
     ("benchmarks/LOG.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
-    ("benchmarks/LOG.md", "benchmarks/results/data_batches_cpu.json", data_batches.table),
-    ("benchmarks/LOG.md", "benchmarks/results/data_prepare_cpu.json", data_prepare.table),
-    ("benchmarks/LOG.md", "benchmarks/results/tokens_equal.json", tokens_equal.table),
-    (
-        "benchmarks/LOG.md", "benchmarks/results/data_quality.json",
-        lambda measured: quality_results.table(measured).rpartition("\n\n")[0],
-    ),
-    *(
-        (f"docs/{page}.md", f"benchmarks/results/{name}.json", text)
-        for page, name, text in (
-            ("data_quality", "data_quality", lambda measured: quality_results.table(measured).rpartition("\n\n")[2]),
-            ("speed", "startup_cpu", startup.table),
-            ("migration_results", "migration", migration.table),
-            ("migration_results", "migration_configs", migration.table),
-            ("planner_validation", "planner_validation", planner_validation.markdown),
-            ("planning", "planner_validation", lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
-            *(("speed", path.stem, lambda measured: figures.table([measured]))
-              for path in sorted((ROOT / "benchmarks/results").glob("cpu_*.json"))),
-        )
-    ),
+    ("docs/planning.md", "benchmarks/results/planner_validation.json",
+     lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "measurement", "text"), SHOWN, ids=lambda value: str(value) * (not callable(value)))
-def test_a_page_shows_what_was_measured(page: str, measurement: str, text: Text) -> None:
+def test_a_page_shows_what_was_measured(page: str, measurement: str, text: Callable[[Any], str]) -> None:
     shown, measured = (ROOT / page).read_text(), json.loads((ROOT / measurement).read_text())
-    words = " ".join(shown.split())
     for part in text(measured).strip().split("\n\n"):
-        assert f"\n{part}\n" in shown or f" {part}" in words
-    if command := isinstance(measured, dict) and measured.get("command"):
-        assert command.endswith(f"--out {measurement}")
-        # docs/speed.md refers to the files for the commands of its tables, and docs/planning.md to docs/planner_validation.md.
-        assert command in words or "/cpu_" in measurement or page == "docs/planning.md"
+        assert f"\n{part}\n" in shown or f" {part}" in " ".join(shown.split())
 
 
 def test_the_plans_of_published_runs_are_those_of_today() -> None:
@@ -224,13 +186,6 @@ def test_all_cases_are_measured() -> None:
     assert list(json.loads((ROOT / "docs/optimizers.json").read_text())["variants"]) == list(optimizers.VARIANTS)
     runs = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())["runs"]
     assert [run["name"] for run in runs] == [scenario.name for scenario in soak.SCENARIOS]
-
-
-def test_the_float8_losses_are_the_measurements() -> None:
-    page = (ROOT / "docs/float8.md").read_text()
-    for folder, rate in (("docs/float8", "6e-4"), ("docs/float8/high_lr", "1.5e-3")):
-        cells = float8_quality.row(ROOT / folder, rate)
-        assert f"| {' | '.join(cells)} |" in page
 
 
 def messages() -> list[str]:
@@ -273,10 +228,22 @@ def test_links_exist(page: Path) -> None:
             assert anchor in map(slug, headings), target
 
 
-def test_the_readme_links_to_every_page() -> None:
-    text = (ROOT / "README.md").read_text()
-    for page in PAGES[1:]:
-        assert f"({page.relative_to(ROOT)})" in text, page.name
+def test_the_index_has_every_page() -> None:
+    assert {*llms.pages()} >= {*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/index.md"}
+
+
+def test_llms_txt_has_every_page_with_a_sentence() -> None:
+    lines = [line for line in llms.text().splitlines() if line.startswith("- ")]
+    for page, line in zip(llms.pages(), lines, strict=True):
+        assert re.fullmatch(rf"- \[.+\]\(_sources/{page.relative_to(ROOT)}\.txt\): .+", line), line
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_a_drawing_names_modules_that_exist(picture: Path) -> None:
+    names = re.findall(r'<text class="c"[^>]*>([^<]+)<', picture.read_text())
+    assert names
+    for name in ", ".join(names).split(", "):
+        assert (ROOT / "titanlike" / name).exists() or (ROOT / name).exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

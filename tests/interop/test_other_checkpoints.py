@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from benchmarks.other_checkpoints import markdown
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
 from tests.launching import ROOT, SMALL, losses, python, run
@@ -376,12 +375,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         DCPFolder(folder).read("b", (0, 0), (3, 4))
 
 
-def test_the_page_has_the_measured_losses() -> None:
+def test_the_measured_losses_agree() -> None:
     results = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())
-    page = (ROOT / "docs/migration_results.md").read_text()
-    assert markdown(results) in page
-    for values in results["megatron"].values():
-        assert f"{values['largest_difference']:.1e}" in page and values["largest_difference"] < 1e-5
+    assert all(values["largest_difference"] < 1e-5 for values in results["megatron"].values())
     for model in results["models"].values():
         for name, of_run in model.items():
             reference = model[name.partition(",")[0]]

@@ -1,4 +1,4 @@
-"""Copies of the program and of a recipe, and which program is started. test_copy_page.py runs the changes of docs/copy.md."""
+"""Copies of the program and of a recipe, and which program is started. test_extending.py runs the changes of docs/extending.md."""
 
 import shlex
 from pathlib import Path

@@ -190,13 +190,8 @@ def test_a_silent_bug_is_found(ranks: Ranks, name: str) -> None:
     assert re.sub(NUMBER, "0", str(result.finding)) == re.sub(NUMBER, "0", MEASURED["bugs"][name])
 
 
-def test_the_page_of_silent_bugs_is_what_was_found() -> None:
-    measured = MEASURED
-    page = (ROOT / "docs/silent_bugs.md").read_text()
-    assert list(measured["bugs"]) == list(silent_bugs.BUGS), f"record again: {measured['command']}"
-    assert f"\n\n{silent_bugs.table(measured)}\n\n" in page
-    assert f"\n{measured['command']}\n" in page
-    assert f"has {len(silent_bugs.BUGS)} published cases" in (ROOT / "docs/verify.md").read_text()
+def test_all_silent_bugs_are_recorded() -> None:
+    assert list(MEASURED["bugs"]) == list(silent_bugs.BUGS), f"record again: {MEASURED['command']}"
     assert len({each.link for each in silent_bugs.BUGS.values()}) == len(silent_bugs.BUGS) >= 20
 
 

@@ -16,7 +16,7 @@ from titanlike.losses import IGNORE
 from titanlike.losses.chunked import Logits, chunked_loss, slices, soft_capped
 from titanlike.losses.cross_entropy import CrossEntropy
 
-# (logits (N, V) in float32, labels (N,)) -> the sum of the losses of the valid labels. See docs/copy.md.
+# (logits (N, V) in float32, labels (N,)) -> the sum of the losses of the valid labels. See docs/extending.md.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 

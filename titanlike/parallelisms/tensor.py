@@ -6,7 +6,7 @@ sharded along the sequence (sequence parallelism), or replicated.
 Each module of the plan is replaced by one that communicates as its style says, and that owns the parameters as DTensors, so that
 FSDP, checkpoints and gradient norms know their layout. The module that it replaces computes with plain tensors, this rank's shards.
 
-docs/examples.md describes each style.
+docs/extending.md describes each style.
 """
 
 import re
@@ -220,7 +220,7 @@ class PositionEmbedding(TensorParallelModule):
         return _local_tokens(ids, self.mesh, -1) if self.style.input_layout == "local_shard" else ids
 
 
-# A further style is a row here and, if no class above communicates as it does, a class; docs/copy.md lists the other places.
+# A further style is a row here and, if no class above communicates as it does, a class; docs/extending.md lists the other places.
 STYLES = {
     "colwise": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
     "rowwise": Style(RowwiseLinear, Shard(1), reduce_output="reduce_scatter", module_class=nn.Linear),
@@ -259,7 +259,7 @@ def apply_tensor(
     """Shards the modules that the plan names over `mesh`, in place. All ranks must hold the same parameters.
 
     Args:
-        plan: a style (docs/examples.md) for the name of each module that has parameters; `*` stands for a part of a dotted name,
+        plan: a style (docs/extending.md) for the name of each module that has parameters; `*` stands for a part of a dotted name,
             such as the index of a block.
         blocks: the modules that are compiled. Their local shards are read before each of them runs, outside of compiled code.
             Default: `find_blocks`.

@@ -3,7 +3,7 @@ read it."""
 
 from titanlike.tools.migration.conversion import Key, without_effect
 
-CODE = "code of your own: copy a program and change it (docs/copy.md)"
+CODE = "code of your own: copy a program and change it (docs/extending.md)"
 DEBUG = "for debugging torchtitan"
 FT = "torchft; MAX_RESTARTS=n restarts a job from its newest checkpoint"
 

@@ -47,8 +47,8 @@ SHORT = (
     "--checkpoint.initial=", *options_of(ONLY_STEPS),
 )  # fmt: skip
 COLUMNS = (
-    "recipe", "GPUs", "allocated GiB", "planned GiB", "difference", "reserved GiB", "planned reserved GiB", "reserved difference",
-    "launches", "matmuls", "attention", "generated", "host ms", "synchronizations", "collectives", "graphs", "graph breaks",
+    "recipe", "GPUs", "allocated GiB", "difference", "reserved GiB", "reserved difference", "launches", "synchronizations",
+    "graph breaks",
 )  # fmt: skip
 
 
@@ -139,12 +139,9 @@ def beside_plan(row: dict[str, Any]) -> dict[str, Any]:
     planned = plan(row["recipe"], row["GPUs"], row["options"])
     return row | {
         "allocated GiB": f"{row['allocated'] / 2**30:.2f}",
-        "planned GiB": f"{planned.allocated / 2**30:.2f}",
         "difference": f"{planned.allocated / row['allocated'] - 1:+.1%}",
         "reserved GiB": f"{row['reserved'] / 2**30:.2f}",
-        "planned reserved GiB": f"{planned.reserved / 2**30:.2f}",
         "reserved difference": f"{planned.reserved / row['reserved'] - 1:+.1%}",
-        "host ms": f"{row['host ms']:,}",
         "launches": f"{row['launches']:,}",
     }
 

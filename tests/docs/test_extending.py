@@ -1,4 +1,4 @@
-"""The examples of docs/copy.md as they are written, under several processes."""
+"""The examples of docs/extending.md as they are written, under several processes."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +17,7 @@ from tests.training import mesh_of, result, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.recipe import PretrainRecipe
 
-SECTION, NOISE, LOSS, CONFIG, LAYER = blocks(ROOT / "docs/copy.md", "python")
+SECTION, NOISE, LOSS, CONFIG, LAYER = blocks(ROOT / "docs/extending.md", "python")
 
 
 def write_program(folder: Path, layer: str = "") -> Path:
