@@ -127,7 +127,7 @@ def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> 
 
 @pytest.mark.slow
 def test_the_quickstart_ends_with_a_continuation_by_transformers(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "pipeline(" in block]
+    (block,) = [block for block in blocks(ROOT / "docs/quickstart.md") if "pipeline(" in block]
     train_line, export_line, generate_line = (shlex.split(line, comments=True)[1:] for line in block.splitlines())
     # Fewer steps: the continuation is nonsense, and all lines run.
     trained = run(tmp_path, *train_line, **SMALL)
