@@ -1,6 +1,6 @@
 """The shipped recipes with their planned memory and time on H100 GPUs, as the table of docs/recipes.md.
 
-    python -m benchmarks.recipe_table
+python -m benchmarks.recipe_table
 """
 
 from pathlib import Path

@@ -274,7 +274,9 @@ def test_links_exist(page: Path) -> None:
 
 
 def test_the_index_has_every_page() -> None:
-    trees = re.findall(r"^```{toctree}\n(.*?)^```", (ROOT / "docs/index.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    trees = re.findall(
+        r"^```{toctree}\n(.*?)^```", (ROOT / "docs/index.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     assert len(listed) == len(set(listed))
     pages = {*PAGES, *(ROOT / "docs/api").glob("*.md")} - {ROOT / "docs/index.md"}
