@@ -231,7 +231,7 @@ def pytest_(words: Sequence[str], variables: dict[str, str]) -> None:
     options = argparse.ArgumentParser()
     options.add_argument("-m", default="")
     options.add_argument("-n")
-    options.add_argument("-x", action="store_true")
+    options.add_argument("--changed", action="store_true")
     options.add_argument("paths", nargs="*", type=lambda path: Path(path).resolve(strict=True))
     assert set(re.findall(r"\w+", options.parse_args(words).m)) <= {"slow", "every", "minutes", "and", "or", "not"}
 
