@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, Cli, losses, python, run, start, wait_for
+from tests.null_gpu.recording import require_null_gpu
 from tests.programs import blocks
 from titanlike.tools import new_recipe
+from titanlike.tools.null_gpu import recipes
+from titanlike.tools.planning.plan import GIB
 
 PAGE = ROOT / "docs/quickstart.md"
 OUTPUTS = [block.removeprefix("\n") for block in PAGE.read_text().split("```")[1::2] if block.startswith("\n")]
@@ -37,6 +40,19 @@ def test_the_page_shows_the_plan(hardware: str, tmp_path: Path, monkeypatch: pyt
         assert "takes about 30 steps of a million tokens" in " ".join(PAGE.read_text().split())
         (hours,) = re.findall(r"run .* ([\d.]+) hours", cli("plan", "tonight.toml", "--gpus", "1").out)
         assert round(float(hours) / 24) == 5 and "take five days" in PAGE.read_text()
+
+
+@pytest.mark.every  # tests/planning/test_planning_null_gpu.py compares the plans of all shipped recipes with records
+def test_the_recipe_trains_on_a_null_gpu_in_the_planned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    require_null_gpu()
+    monkeypatch.chdir(tmp_path)
+    cli(*command("titanlike init tonight.toml --gpus 1 --hardware h100"))
+    _, record = recipes.train(tmp_path / "tonight.toml", 1, ["--training.global_batch_size=8"], "h100", cwd=ROOT)
+    (process,) = record["processes"]
+    (planned,) = re.findall(r"peak, reserved +([\d.]+)", next(block for block in OUTPUTS if "10.4 hours" in block))
+    assert process["reserved_peak"] / GIB == pytest.approx(float(planned), rel=0.04)
 
 
 def test_the_lines_of_a_run_are_recorded_ones() -> None:
