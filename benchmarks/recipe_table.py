@@ -53,8 +53,8 @@ def short(tokens: int) -> str:
 
 def table() -> str:
     """Returns the table, by number of GPUs."""
-    paths = [path for path in shipped_recipes().values() if not is_small(path)]
-    return table_of(HEADS, sorted(map(row, paths), key=lambda cells: int(cells[3])))
+    rows = [row(path) for path in shipped_recipes().values() if not is_small(path)]
+    return table_of(HEADS, sorted(rows, key=lambda cells: int(cells[3])))
 
 
 if __name__ == "__main__":
