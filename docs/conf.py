@@ -20,6 +20,7 @@ root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",
     "README.md",
+    "AGENTS.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/LOG.md",

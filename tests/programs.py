@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.launching import ROOT, python
 
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 

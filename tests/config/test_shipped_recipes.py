@@ -166,9 +166,6 @@ def test_a_recipe_at_scale_states_its_gpus_and_the_memory_of_its_plan(name: str)
     stated = re.search(r"Planned memory: (\d+) GiB per GPU", text)
     assert f"{processes} GPUs" in text and stated
     assert plan.fits and int(stated[1]) == pytest.approx(plan.reserved / GIB, rel=0.05)
-    table = (FOLDER.parent / "docs/recipes.md").read_text().partition("## Large models")[2]
-    row = next(line for line in table.splitlines() if f"[{name}]" in line)
-    assert f"| {processes} |" in row and row.endswith(f"| {stated[1]} |"), row
 
 
 @pytest.mark.parametrize("name", SHIPPED)

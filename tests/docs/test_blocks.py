@@ -83,7 +83,7 @@ BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
 FOREIGN = {"torchtitan.toml", "job.json", "pretrain_llama.sh", "config.json"}  # files of other programs
-IMPORTED: set[str] = set()  # recipes that a block makes of them
+IMPORTED: set[str] = set()  # recipes that a block makes of them, or `titanlike init` in a block of the page
 
 
 def commands(text: str) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -113,7 +113,7 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def train(words: Sequence[str], variables: dict[str, str]) -> None:
     arguments = Arguments(words, many=True)
-    if arguments.recipe.name in IMPORTED:
+    if arguments.recipe.name in IMPORTED or arguments.recipe.parts[0] == "runs":
         return
     if len(arguments.recipes) > 1:
         load_stages(arguments.recipes, arguments.overrides)
@@ -143,7 +143,7 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
         named = recipe_path("".join(arguments.recipe)) if words[0] == "plan" else named
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
             return None
-        if named.name in FOREIGN:
+        if named.name in FOREIGN or named.name in IMPORTED:
             load_hardware(arguments.hardware)
             return None
         command_line = Arguments([str(named), *overrides])
@@ -231,7 +231,7 @@ def pytest_(words: Sequence[str], variables: dict[str, str]) -> None:
     options = argparse.ArgumentParser()
     options.add_argument("-m", default="")
     options.add_argument("-n")
-    options.add_argument("-x", action="store_true")
+    options.add_argument("--changed", action="store_true")
     options.add_argument("paths", nargs="*", type=lambda path: Path(path).resolve(strict=True))
     assert set(re.findall(r"\w+", options.parse_args(words).m)) <= {"slow", "every", "minutes", "and", "or", "not"}
 
@@ -348,6 +348,7 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
         if block.text in INSTALLED:  # tests/packaging runs it
             return
         IMPORTED.clear()
+        IMPORTED.update(re.findall(r"titanlike init (\S+\.toml)", block.page.read_text()))
         for words, variables in commands(block.text):
             check_command(words, variables)
     elif block.language in ("python", "py"):

@@ -98,7 +98,7 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     assert run("titanlike train debgu", 2) == "error: debgu: recipe not found; did you mean debug?\n"
 
     # A copy, a changed line, and a run under tensor parallelism that shows it.
-    (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "custom/train.toml" in block]
+    (block,) = [block for block in blocks(ROOT / "docs/quickstart.md") if "custom/train.toml" in block]
     copying, training = block.splitlines()
     assert run(copying).endswith(f"next  {training}\n")
     assert "custom/train.toml exists" in run(copying, 2)

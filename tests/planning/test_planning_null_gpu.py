@@ -10,7 +10,6 @@ from tests.launching import ROOT
 from titanlike.config.shipped import shipped_recipes
 from titanlike.tools.null_gpu import recipes
 from titanlike.tools.planning.hardware import load_hardware
-from titanlike.tools.planning.plan import GIB, make_plan
 from titanlike.tools.planning.step_time import Rank
 from titanlike.tools.planning.traffic import traffic
 
@@ -46,18 +45,11 @@ def test_the_plan_is_within_17_percent_of_the_launches(row: dict[str, Any]) -> N
     assert Rank(job, H100, traffic(job), 0).launches == pytest.approx(row["launches"], rel=0.17)
 
 
-def test_offload_is_planned_and_the_table_of_it_is_the_measurement() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/null_gpu_offload.json").read_text())["rows"]
-    lines = ["| Mode | Offload | Peak, GiB | Planned peak, GiB | Planned tokens/s per GPU |", "|---|---|---|---|---|"]
-    for row in rows:
-        job = recipes.job_of(row["recipe"], row["GPUs"], row["options"])
-        planned, section = make_plan(job, H100), job.recipe.activation_checkpoint
+def test_the_plan_of_offload_is_near_its_measurement() -> None:
+    for row in json.loads((ROOT / "benchmarks/results/null_gpu_offload.json").read_text())["rows"]:
+        planned = recipes.plan(row["recipe"], row["GPUs"], row["options"])
         assert planned.allocated == pytest.approx(row["allocated"], rel=0.02)
         assert planned.reserved == pytest.approx(row["reserved"], rel=0.04)
-        sizes = f"{row['allocated'] / GIB:.1f} | {planned.allocated / GIB:.1f}"
-        speed = f"{planned.tokens_per_second_per_gpu:,.0f}"
-        lines.append(f"| `{section.mode}` | {'yes' if section.offload else 'no'} | {sizes} | {speed} |")
-    assert "\n\n" + "\n".join(lines) + "\n" in (ROOT / "docs/recipes.md").read_text()
 
 
 def test_every_shipped_recipe_is_measured_and_has_a_number_of_gpus() -> None:

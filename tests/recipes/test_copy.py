@@ -10,7 +10,7 @@ from tests.programs import blocks, edited
 
 
 def test_the_copy_block_of_the_readme_runs_the_changed_program(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "custom/train.toml" in block]
+    (block,) = [block for block in blocks(ROOT / "docs/quickstart.md") if "custom/train.toml" in block]
     *copying, running = block.splitlines()
     for line in copying:
         copied = python(tmp_path, "-m", "titanlike.tools.cli.main", *shlex.split(line)[1:])
