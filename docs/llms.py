@@ -18,7 +18,7 @@ def pages() -> list[Path]:
 
 def entry(page: Path) -> str:
     """Returns the link to the source of a page, with its title and its first sentence."""
-    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL).strip()
     title, _, rest = text.partition("\n\n")
     rest = re.sub(r"^```.*?^```$", "", rest, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [part.strip() for part in rest.split("\n\n")]

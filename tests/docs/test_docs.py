@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import titanlike
-from benchmarks import optimizers, planner_validation, published_gpu, real_model, results_page, sagemaker_study, soak
+from benchmarks import optimizers, published_gpu, real_model, results_page, sagemaker_study, soak
 from docs import llms
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
@@ -155,8 +155,6 @@ SHOWN: list[tuple[str, str, Callable[[Any], str]]] = [
     ("README.md", "docs/parity.json", parity.summary),
     ("benchmarks/LOG.md", "benchmarks/results/real_model.json", real_model.paragraph),
     ("benchmarks/LOG.md", "benchmarks/results/published_gpu.json", published_gpu.markdown),
-    ("docs/planning.md", "benchmarks/results/planner_validation.json",
-     lambda measured: planner_validation.markdown(measured).partition("\n\n")[0]),
 ]  # fmt: skip
 
 
