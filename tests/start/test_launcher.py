@@ -1,5 +1,6 @@
 """How the launcher starts a job, restarts it and explains its end, without processes: `tests/faults` has them."""
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -7,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher import api
@@ -106,3 +108,16 @@ def test_user_errors_and_signals_cause_no_restart(
     assert (agent._remaining_restarts, restarted) == (left, [group] if "joins" in message else [])
     assert found.state == WorkerState.HEALTHY if restarted else found is result
     assert capsys.readouterr().err == (f"warning: {message}\n" if message else "")
+
+
+def test_processes_have_the_shutdown_timeout_after_a_signal_and_30_s_after_a_failure() -> None:
+    agent: Any = object.__new__(torchrun._agent_type(600, is_elastic=False))
+    given: list[float] = []
+    agent._pcontext = SimpleNamespace(close=lambda _, timeout=None: given.append(timeout))
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._shutdown()
+    try:
+        raise SignalException("SIGTERM", signal.SIGTERM)
+    except SignalException as stopped:
+        agent._shutdown(stopped.sigval)
+    assert given[::2] == [30, 600]  # after each of these, torch closes what is closed

@@ -137,9 +137,9 @@ class Run:
     """Seconds without progress after which the watchdog reports the missing rank and exits with code 3. Must be longer than
     the longest step. While all ranks send heartbeats, the first step, checkpointing, and each forward pass of validation and
     evaluation may take at least 600 seconds."""
-    shutdown_timeout: Seconds = 30
-    """Seconds between a stop signal and SIGKILL: the time available for a last checkpoint. The default is torchrun's;
-    SageMaker allows 120."""
+    shutdown_timeout: Seconds = 300
+    """Seconds between a stop signal and SIGKILL: the time available for two steps and a last checkpoint. SageMaker allows 120.
+    After a rank has failed, the others have at most 30."""
 
     @property
     def allows_cuda(self) -> bool:
