@@ -1,5 +1,6 @@
 """The programs in examples/, each compared with one process."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,14 +10,19 @@ from pathlib import Path
 import ema
 import float8
 import fsdp_tensor
+import numpy as np
 import own_data
 import own_optimizer
 import pipeline
 import pytest
 import qk_norm
 
-from tests.launching import ROOT, environment, free_port, python
+from tests.launching import ROOT, SMALL, environment, free_port, losses, python, run
 from tests.pool import Ranks
+from tests.programs import blocks, edited
+from titanlike.data.batches.sources import open_sources
+from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.tools.programs import load_known
 
 
 @pytest.mark.parametrize(
@@ -71,3 +77,60 @@ def test_the_command_of_an_example_runs() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("largest difference of a loss from one process: ") == 2
+
+
+def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(tmp_path: Path) -> None:
+    """The comparison of docs/coming_from.md, with a checkpoint in torchtitan's format that a run exports."""
+    keys = {"training.compute_dtype": "float32", "compile.mode": "none", "checkpoint.interval": "4"}
+    keys = SMALL | keys | {"training.steps": "8", "run.name": "first"}
+    debug = str(ROOT / "train_configs/debug.toml")
+    done = run(tmp_path, debug, **keys)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "train.toml").write_text(run(tmp_path, debug, "--resolved", **keys).stdout)
+    cli = ("-m", "titanlike.tools.cli.main")
+    for words in (
+        ("export", "runs/first", "exported", "--step", "4", "--format", "dcp_0_2"),
+        ("recipes", "copy", "debug", "custom/check.toml"),
+    ):
+        done = python(tmp_path, *cli, *words)
+        assert done.returncode == 0, done.stderr
+    (check,) = (text for text in blocks(ROOT / "docs/coming_from.md", "toml") if 'program = "check"' in text)
+    (tmp_path / "custom/check.toml").write_text(check)
+    (tmp_path / "custom/saved_batches.py").write_text((ROOT / "examples/saved_batches.py").read_text())
+    program = tmp_path / "custom/check.py"
+    program.write_text(
+        edited(
+            program.read_text(),
+            ("import torch\n", "import torch\nfrom saved_batches import open_sources\n"),
+            ("tokenizer, seed=seed, validate", "tokenizer, seed=seed, open_sources=open_sources, validate"),
+        )
+    )
+    done = python(tmp_path, *cli, "import", "exported", "custom/check.toml")
+    assert done.returncode == 0 and "weights and optimizer state of step 4" in done.stdout, done.stderr
+    recipe = load_known(tmp_path / "train.toml", {})
+    training = recipe.training
+    sources = open_sources(
+        recipe.data, build_tokenizer(recipe.tokenizer, recipe.model.vocab_size), seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size, seed=recipe.run.seed, validate=False,
+    )  # fmt: skip
+    (tmp_path / "batches").mkdir()
+    for step in (5, 6, 7):
+        for part in (range(2), range(2, 4)):
+            tokens = sources.training.read(step, part).tokens
+            np.savez(tmp_path / f"batches/{step}-{part.start}.npz", tokens=tokens[:, :-1], labels=tokens[:, 1:])
+    done = run(tmp_path, "custom/check.toml")
+    assert done.returncode and "batches/8-*.npz: fewer than 4 sequences of step 8" in done.stderr
+    found, expected = losses(tmp_path / "runs/check"), losses(tmp_path / "runs/first")
+    assert [*found] == [5, 6, 7]
+    assert all(abs(loss - expected[step]) < 1e-5 for step, loss in found.items())
+
+
+def test_the_recorded_losses_after_an_import_differ_by_less_than_the_page_says() -> None:
+    models = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())["models"]
+    differences = [
+        abs(found[str(step)] - runs[name.partition(",")[0]][str(step)])
+        for runs in models.values()
+        for name, found in runs.items()
+        for step in range(11, 16)
+    ]
+    assert 5.1e-6 < max(differences) < 5.3e-6
