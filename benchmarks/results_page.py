@@ -112,8 +112,9 @@ def speed() -> list[str]:
             One {whole['limits']['device']} (141 GB), torch {whole['limits']['torch']}, on {whole['date']}. AdamW with
             float32 weights, sequences of 8,192 tokens, synthetic data. `plain` is a loop written by hand, compiled as a
             whole; `torchtitan_0_2` is version 0.2.2. `best` rows have the fastest options of a project. MFU is relative to
-            the bfloat16 peak of 989 TFLOP/s, also in float8. The losses of titanlike differ from the others' because its
-            initial weights differed.
+            the bfloat16 peak of 989 TFLOP/s, also in float8. "differ by" is the largest relative difference of a loss from
+            `plain`: in this run titanlike started from other initial weights, so its losses are not compared. torchtitan
+            0.3 was not timed on this GPU.
         """),
         text(f"""
             The files have the commands: {', '.join(link(f'gpu/{name}', f'`{name}`') for name in names)}.
@@ -241,7 +242,7 @@ def null_gpu() -> list[str]:
     return [
         "## Null GPU",
         text(f"""
-            A null GPU runs the CUDA code of PyTorch without executing kernels ([how to use it](performance.md)). Peak of
+            A null GPU is a stand-in for the CUDA driver that runs no kernels ([how to use it](performance.md)). Peak of
             allocated memory in bytes, with torch 2.11 ({link('null_gpu_1b_bfloat16', '1B')},
             {link('null_gpu_8b_float8', '8B')}).
         """),
@@ -259,7 +260,7 @@ def null_gpu() -> list[str]:
             `torchtitan_0_2` 0.2.2. Recorded by {source('ledger')}.
         """),
         ledger.table(result("ledger")).strip(),
-        "### What the host does in a step",
+        "### Host overhead",
         text(f"""
             Launches for an H100, and the CPU time of the host in the fastest of ten steps, which varies by some tens of
             percent between runs. Recorded by `python -m benchmarks.side_by_side` ({link('null_gpu_side_by_side')}); [the

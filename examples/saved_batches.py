@@ -1,7 +1,7 @@
 """Batches that another program saved, as a data source. docs/coming_from.md compares a migrated job with them.
 
-In a copy of recipes/pretrain.py, pass `open_sources=open_sources` to `build_dataloaders`. A file `batches/STEP-*.npz` has the arrays
-`tokens` and `labels` (N, T) of a micro-batch.
+In a copy of recipes/pretrain.py, pass `open_sources=open_sources` to `build_dataloaders`. A file `batches/STEP-*.npz` has the
+arrays `tokens` and `labels` (N, T) of a micro-batch.
 """
 
 from pathlib import Path

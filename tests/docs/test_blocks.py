@@ -288,6 +288,7 @@ def check_toml(block: Block, folder: Path) -> None:
     values = tomli.loads(block.text)
     for path in (ROOT / "train_configs").glob("*.toml"):
         (folder / path.name).symlink_to(path)
+    (folder.parent / "train.toml").symlink_to(ROOT / "train_configs/debug.toml")  # a reader's
     file = folder / "block.toml"
     file.write_text(block.text)
     if "project" in values:
@@ -309,10 +310,11 @@ def check_toml(block: Block, folder: Path) -> None:
 
 
 def check_python(text: str) -> None:
-    """Compiles code and imports what it takes from a library. The SageMaker SDKs are tested in environments of their own."""
+    """Compiles code and imports what it takes from a library. The SageMaker SDKs are tested in environments of their own, and
+    `my_config` of docs/extending.md in tests/recipes."""
     compile(text, "<block>", "exec")
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("sagemaker"):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("sagemaker", "my_config")):
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"

@@ -265,6 +265,22 @@ def test_keys_that_are_named_exist(page: Path) -> None:
             assert name in KEYS, name
 
 
+def test_the_page_for_users_of_other_projects_has_the_measured_figures() -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    models = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())["models"]
+    difference = max(
+        abs(found[str(step)] - runs[name.partition(",")[0]][str(step)])
+        for runs in models.values()
+        for name, found in runs.items()
+        for step in range(11, 16)
+    )
+    assert f"[differ by at most {difference:.1e}](results.md" in page and difference < 1e-5
+    rows = json.loads((ROOT / "benchmarks/results/null_gpu_side_by_side.json").read_text())["cases"]["1b"]
+    host = {name: f"{min(rows[name]['host_cpu_ms']):.1f}" for name in ("titanlike", "torchtitan", "torchtitan_0_2")}
+    assert f"{host['titanlike']} ms of CPU time in a step" in page
+    assert f"with CUDA graphs {host['torchtitan']}, 0.2.2 {host['torchtitan_0_2']} |" in page
+
+
 def test_keys_of_other_projects_that_are_the_same_exist() -> None:
     rows = re.findall(r"^\| ([^|]*) \| the same \|", (ROOT / "docs/coming_from.md").read_text(), flags=re.MULTILINE)
     assert len(rows) >= 3

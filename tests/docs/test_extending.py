@@ -17,7 +17,7 @@ from tests.training import mesh_of, result, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.recipe import PretrainRecipe
 
-SECTION, NOISE, LOSS, CONFIG, LAYER = blocks(ROOT / "docs/extending.md", "python")
+SECTION, NOISE, LOSS, _, _, LAYER = blocks(ROOT / "docs/extending.md", "python")
 
 
 def write_program(folder: Path, layer: str = "") -> Path:
@@ -91,9 +91,3 @@ def test_the_changed_program_with_parameters_that_have_no_gradient(ranks: Ranks,
         ranks(1).run(train_copy, file, recipe, scale, "layers.0")
         losses.append(result(recipe).losses)
     assert losses[1][0] == losses[0][0] and losses[1][1] != losses[0][1]
-
-
-def test_the_config_of_the_page_is_a_section_of_a_recipe() -> None:
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(CONFIG, names)
-    assert names["MyRecipe"]().model.dim == 64

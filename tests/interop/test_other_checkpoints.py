@@ -107,6 +107,11 @@ def test_a_run_continues_from_its_own_export(runs: Path) -> None:
     assert (
         done.stderr == "error: runs/second holds a run already; set run.name in the recipe to import into a new one\n"
     )
+    # A run without a name has a new directory at each start.
+    (runs / "unnamed.toml").write_text(recipe.replace('name = "first"', 'name = ""'))
+    done = python(runs, "-m", "titanlike.tools.cli.main", "import", "step-2", "unnamed.toml")
+    assert done.returncode == 2 and done.stderr.startswith("error: run.name is not set, so that `titanlike train`")
+    assert not (runs / "runs/checkpoints").exists()
 
 
 def test_queries_and_keys_rotate_as_in_torchtitan(tmp_path: Path) -> None:

@@ -139,6 +139,10 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
             "program = 'dpo': the reference model is checkpoint.initial; import with a recipe of pretrain or finetune, and "
             "set that key to its run"
         )
+    if not recipe.run.name:
+        raise UserError(
+            "run.name is not set, so that `titanlike train` would start a new run without this checkpoint; set it in the recipe"
+        )
     run = RunDirectory(recipe)
     if open_store(run.checkpoints).steps() or run.metrics.exists():
         raise UserError(f"{run.path} holds a run already; set run.name in the recipe to import into a new one")
