@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ema
 import float8
@@ -80,7 +81,7 @@ def test_the_command_of_an_example_runs() -> None:
 
 def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(tmp_path: Path) -> None:
     """The comparison of docs/coming_from.md, with a checkpoint in torchtitan's format that a run exports."""
-    keys = {"training.compute_dtype": "float32", "compile.mode": "none", "checkpoint.interval": "4"}
+    keys: Any = {"training.compute_dtype": "float32", "compile.mode": "none", "checkpoint.interval": "4"}
     keys = SMALL | keys | {"training.steps": "8", "run.name": "first"}
     debug = str(ROOT / "train_configs/debug.toml")
     done = run(tmp_path, debug, **keys)
