@@ -3,7 +3,6 @@
 Expected values of the other programs were computed with torchtitan 0.2.2 and with Megatron-LM's main branch of August 2026.
 """
 
-import inspect
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import migration
 from tests.interop.models import PUBLISHED
 from tests.launching import Cli, nested
 from titanlike.config import UserError
@@ -25,15 +23,11 @@ from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
 from titanlike.tools.migration import (
     megatron,
-    megatron_model,
-    megatron_schedule,
     script,
     torchtitan,
-    torchtitan_models,
 )
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.formats import convert
-from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
 from titanlike.tools.migration.megatron_schedule import MegatronSchedule
 from titanlike.tools.migration.script import landlock_version, run_script
 from titanlike.tools.migration.torchtitan import torchtitan_learning_rate
@@ -248,24 +242,6 @@ def test_models_that_do_not_exist_here_are_refused(tmp_path: Path, old: str, new
 
 
 # Megatron-LM
-
-
-def test_every_key_of_the_tables_has_a_rule() -> None:
-    sources = [
-        inspect.getsource(one) for one in (megatron, megatron_model, megatron_schedule, torchtitan, torchtitan_models)
-    ]
-    text = "".join(sources)
-    for key, known in (OPTIONS | KEYS).items():
-        name = key.rpartition(".")[2].removeprefix("--").removesuffix("-parallel-size")
-        assert known.ours or known.reason or name in text
-
-
-def test_options_without_a_rule_are_named_with_their_reason(tmp_path: Path) -> None:
-    for key, known in OPTIONS.items():
-        if known.reason:
-            value = "" if known.default is False or known.default == [] else str(known.default or 1)
-            job, _ = mega(tmp_path, key, value)
-            assert job.not_mapped[key].reason == known.reason
 
 
 def test_a_llama_of_megatron(tmp_path: Path) -> None:
@@ -508,14 +484,3 @@ def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> No
     own = tmp_path / "own.toml"  # a program may have a section [job] of its own
     own.write_text('program = "own"\n[job]\nname = "mine"\n')
     assert read(own)[0]["job"] == {"name": "mine"}
-
-
-def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(JOB.replace('"c4"', '"mine"'))
-    row = migration.result(path, "https://example.org", 8, {})
-    assert (row["keys"], row["mapped"], row["without_effect"], row["parameters"]) == (9, 7, 1, 8_030_261_248)
-    assert row["not_mapped"] == {"training.dataset": "a data set of your own; set data.path to its files"}
-    assert row["check"] == "data.source = 'stream' requires data.path, which is empty; set it, or data.mixture"
-    path.write_text(JOB.replace('"llama3"', '"llama4"'))
-    assert migration.result(path, "https://example.org", 8, {})["refused"].startswith('model.name = "llama4"')

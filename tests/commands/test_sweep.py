@@ -11,16 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 
 from tests.launching import Cli
 from titanlike.config import UserError
-from titanlike.config.schema import describe
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.sweep import scheduler
-from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
+from titanlike.tools.sweep.config import SweepPlan, load_sweep
 from titanlike.tools.sweep.results import Trial, rank, read_results, table
 from titanlike.tools.sweep.scheduler import Interrupted, Scheduler, TrialRun, run_command, slots, wait_for_lock
 from titanlike.tools.sweep.study import JOURNAL, Study
@@ -109,15 +107,6 @@ def without_validation(folder: Path) -> Path:
 @pytest.mark.parametrize("file", sorted((ROOT / "sweep_configs").glob("*.toml")), ids=lambda file: file.stem)
 def test_a_shipped_sweep_is_valid(file: Path) -> None:
     load_sweep(file, {})
-
-
-def test_the_page_lists_every_key() -> None:
-    page = (ROOT / "docs/sweeps.md").read_text()
-    for key in describe(Sweep):
-        table, _, name = key.name.rpartition(".")
-        assert f"`[{table}]` `{name}`" in page if table else f"`{name}`" in page or f'`[{name}."KEY"]`' in page, (
-            key.name
-        )
 
 
 def test_trials_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,16 +395,6 @@ sys.stdin.read()
         wait_for_lock(tmp_path / "lock")
     assert holder.stdout.close() is None and len(waits) == 1
     assert f"waiting for process {holder.pid}" in capsys.readouterr().out
-
-
-def test_integers_of_a_number_are_a_range_of_numbers(tmp_path: Path) -> None:
-    ranges = {"optimizer.weight_decay": "low = 0\nhigh = 1", "training.steps": "low = 50\nhigh = 70\nstep = 10"}
-    text = "".join(f'[search."{key}"]\n{limits}\n' for key, limits in ranges.items())
-    found = Study(load_sweep(sweep_file(tmp_path, text), {})).distributions
-    assert found == {
-        "optimizer.weight_decay": FloatDistribution(0, 1),
-        "training.steps": IntDistribution(50, 70, step=10),
-    }
 
 
 def test_command_line(tmp_path: Path, cli: Cli) -> None:
