@@ -1,12 +1,10 @@
 """Errors of AWS and boto3: each is reported in one sentence with its remedy."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import pytest
-from botocore import exceptions
 
 from tests.cloud.aws import BUCKET, Aws, error_response
 from tests.launching import free_port
@@ -21,11 +19,6 @@ def client_error(region: str = "") -> str:
     with pytest.raises(UserError) as error:
         make_clients(region)
     return str(error.value)
-
-
-def test_without_boto3(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    assert client_error() == 'boto3 is not installed; run: pip install "titanlike[sagemaker]"'
 
 
 def test_regions(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +76,8 @@ REJECTED = f"AWS rejects the credentials ({{}}: {DENIED}); {LOG_IN}"
             f"access denied (DescribeTrainingJob: {DENIED}); docs/sagemaker.md lists the required permissions",
         ),
         ("ExpiredTokenException", 400, UserError, REJECTED.format("ExpiredTokenException")),
-        ("UnrecognizedClientException", 400, UserError, REJECTED.format("UnrecognizedClientException")),
         ("ThrottlingException", 400, TransientError, THROTTLED.format("ThrottlingException")),
         ("InternalFailure", 500, TransientError, INTERNAL.format("InternalFailure")),
-        ("ServiceUnavailable", 503, TransientError, INTERNAL.format("ServiceUnavailable")),
         ("ValidationException", 400, UserError, f"AWS rejects the request (DescribeTrainingJob, ValidationException): {DENIED}"),
     ],
 )  # fmt: skip
@@ -95,27 +86,6 @@ def test_service_errors(aws: Aws, code: str, status: int, kind: type[UserError],
     with pytest.raises(UserError) as error:
         describe(aws.clients, "titanlike-debug")
     assert (type(error.value), str(error.value)) == (kind, message)
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "message"),
-    [
-        (exceptions.NoCredentialsError(), UserError, "invalid AWS credentials: Unable to locate credentials; "),
-        (exceptions.UnauthorizedSSOTokenError(), UserError, "invalid AWS credentials: The SSO session"),
-        (exceptions.ReadTimeoutError(endpoint_url="x"), TransientError, "no response from AWS (Read timeout on endpoint URL"),
-        (exceptions.SSLError(endpoint_url="x", error="old"), TransientError, "no response from AWS (SSL validation failed"),
-        (exceptions.InvalidConfigError(error_msg="so\nbad"), UserError, "so bad"),
-    ],
-)  # fmt: skip
-def test_boto3_exceptions(aws: Aws, raised: Exception, kind: type[UserError], message: str) -> None:
-    def fail() -> None:
-        raise raised
-
-    aws.before("DescribeTrainingJob", fail)
-    with pytest.raises(UserError) as error:
-        describe(aws.clients, "titanlike-debug")
-    assert type(error.value) is kind
-    assert str(error.value).startswith(message)
 
 
 def test_a_missing_job_is_none(aws: Aws) -> None:

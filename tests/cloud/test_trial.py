@@ -86,24 +86,10 @@ def test_a_job_with_other_values_is_refused(aws: Aws, tmp_path: Path) -> None:
     assert submitted(aws) == [job]
 
 
-def test_a_list_of_jobs_that_fails_for_a_moment_is_asked_for_again(
-    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = iter([True, False, True])
-    newest_job = trial.newest_job
-
-    def unavailable(*arguments: Any) -> Any:
-        if next(failures, False):
-            raise TransientError("throttled")
-        return newest_job(*arguments)
-
-    monkeypatch.setattr(trial, "newest_job", unavailable)
-    assert run_trial(tmp_path) == 0
-    assert len(submitted(aws)) == 1
-
-
-@pytest.mark.parametrize("function", ["newest_job", "describe", "fetch"])
-@pytest.mark.parametrize(("patience", "signalled"), [("PATIENCE", False), ("STOP_PATIENCE", True)])
+@pytest.mark.parametrize(
+    ("function", "patience", "signalled"),
+    [("newest_job", "PATIENCE", False), ("describe", "STOP_PATIENCE", True), ("fetch", "PATIENCE", False)],
+)
 def test_a_trial_ends_if_aws_does_not_answer(
     aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, patience: str, signalled: bool
 ) -> None:
@@ -161,19 +147,6 @@ def sweep_file(folder: Path, **keys: object) -> Path:
         '[search."optimizer.lr"]\nlow = 1e-3\nhigh = 1e-1\nlog = true\n'
     )
     return file
-
-
-def test_a_dry_run_prints_the_request_of_a_trial(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = sweep_file(tmp_path, **{"training.global_batch_size": 32})
-    options = json.dumps(OPTIONS)
-    assert sweep(monkeypatch, str(file), "--dry-run", f"--resources.options={options}") == 0
-    output = capfd.readouterr().out
-    request = json.loads(output[output.index("\n{") :])
-    assert request["ResourceConfig"]["InstanceCount"] == 1
-    assert request["TrainingJobName"].startswith("titanlike-cloud-000-")
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
