@@ -21,7 +21,6 @@ from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.gpt.config import GPTConfig
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.verify.batches import first_difference, read_batches
@@ -64,30 +63,13 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("llama3_405b", marks=pytest.mark.every),
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_32b", "llama3_70b")),
-        pytest.param("llama3_8b_128k", marks=pytest.mark.slow),
-    ],
-)
-def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dimension(
-    name: str, tmp_path: Path
-) -> None:
-    recipe = ROOT / f"train_configs/{name}.toml"
-    sizes = load_known(recipe, {}).parallelism.dimensions()
-    layout = ",".join(f"{dimension}=2" for dimension, size in sizes.items() if size != 1)
-    assert "shard=2" in layout and layout.count("=2") == {"qwen3_32b": 1, "llama3_405b": 3}.get(name, 2)
-    done = verify(tmp_path, str(recipe), "--layout", layout, "--steps", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("\nequal within tolerance\n")
-
-
 @pytest.mark.slow
-def test_a_recipe_with_lora_and_initial_weights_is_equal_under_a_layout(tmp_path: Path) -> None:
-    recipe = ROOT / "train_configs/finetune_llama3_8b.toml"
-    done = verify(tmp_path, str(recipe), "--layout", "tensor=2,shard=2", "--steps", "2")
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama3_8b_128k", "shard=2,context=2"), ("finetune_llama3_8b", "tensor=2,shard=2")]
+)
+def test_a_recipe_at_scale_is_equal_under_a_layout(name: str, layout: str, tmp_path: Path) -> None:
+    """Also with LoRA and initial weights."""
+    done = verify(tmp_path, name, "--layout", layout, "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("\nequal within tolerance\n")
 
@@ -108,30 +90,16 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     ("layout", "message"),
     [
         ("tensr=2", "'tensr=2' is not KEY=VALUE with a key of [parallelism], such as tensor=2; did you mean tensor?"),
-        ("tensor", "'tensor' is not KEY=VALUE with a key of [parallelism]"),
-        ("tensor=0", "'tensor=0': give a number of processes, such as tensor=2"),
         ("shard=-1", "'shard=-1': give a number of processes"),
         ("tensor=8,pipeline=8", "more than 32 processes on one machine"),
     ],
 )
-def test_an_invalid_layout_is_reported(layout: str, message: str) -> None:
+def test_layouts(layout: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_layout(layout)
     assert message in str(caught.value)
-
-
-def test_a_layout_may_hold_a_list() -> None:
     chosen = parse_layout("pipeline=2,pipeline_split=[1, 3],tensor=2")
     assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
-
-
-def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> None:
-    done = verify(tmp_path, str(ROOT / "train_configs/llama3_8b.toml"), "--layout", "tensor=16")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "parallelism.tensor = 16 does not divide model.num_kv_heads = 8; use 1, 2, 4 or 8" in done.stderr
-    assert "error: error: " not in done.stderr
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -152,7 +120,6 @@ def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> No
     if made.parallelism.tensor <= getattr(values.model, "num_kv_heads", 64):
         check_recipe(made, processes)
     assert made.model.num_parameters() < 1_500_000 or isinstance(made.model, GPTConfig)
-    assert read(recipe)
 
 
 def test_the_shrunk_recipe_writes_nothing_where_the_recipe_does() -> None:
@@ -220,12 +187,9 @@ def test_the_shrunk_recipe_is_valid_for_every_layout_that_the_recipe_supports() 
 )
 def test_tolerances(text: str, expected: dict[str, float]) -> None:
     assert parse_tolerance(text, TOLERANCES) == expected
-
-
-@pytest.mark.parametrize("text", ["losses=1e-3", "loss=", "nan", "inf", "-1", "loss=1e-3,weights"])
-def test_an_invalid_tolerance_is_reported(text: str) -> None:
-    with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
-        parse_tolerance(text, TOLERANCES)
+    for wrong in ("losses=1e-3", "nan", "-1"):
+        with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
+            parse_tolerance(wrong, TOLERANCES)
 
 
 def test_nan_is_never_equal() -> None:
@@ -342,16 +306,6 @@ def test_the_function_of_the_library_starts_the_processes(tmp_path: Path) -> Non
     assert done.stdout.endswith("\nequal within tolerance\n")
 
 
-def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
-    write_build(tmp_path)
-    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--model.dim=64")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py:model is no recipe, so it takes no --model.dim=64\n"
-    done = verify(tmp_path, "build.py:other", "--layout", "tensor=2")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py has no function other, which returns the module\n"
-
-
 def compared(capsys: pytest.CaptureFixture[str], target: Path, backend: str, steps: int = 1) -> tuple[Any, str]:
     """Returns the exit code of `verify --compile`, and what it prints."""
     with pytest.raises(SystemExit) as ended:
@@ -425,6 +379,7 @@ def test_what_cannot_be_compiled_is_reported(tmp_path: Path, monkeypatch: pytest
         check_backend("inductor")
 
 
+@pytest.mark.slow
 def test_compiled_code_of_a_recipe_is_compared(tmp_path: Path) -> None:
     done = verify(
         tmp_path, str(ROOT / "train_configs/debug.toml"), "--compile", "--compile.backend=aot_eager", "--steps", "2",
@@ -444,14 +399,6 @@ def test_the_code_of_inductor_is_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"debug\.toml compiled with inductor \(torch ", done.stdout)
     assert done.stdout.endswith("\nequal within tolerance\n")
-
-
-def test_what_verify_compile_does_not_take_is_reported(tmp_path: Path) -> None:
-    done = verify(tmp_path, "debug", "--compile", "--layout", "tensor=2")
-    assert done.returncode == 2 and "argument --layout: not allowed with argument --compile" in done.stderr
-    done = verify(tmp_path, "build.py:model", "--compile", "--model.dim=64")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py:model is no recipe, so it takes --compile.backend, and no --model.dim\n"
 
 
 def test_known_bugs_are_those_of_the_release() -> None:

