@@ -94,27 +94,6 @@ def test_files_beside_the_recipe_and_channels(tmp_path: Path, monkeypatch: pytes
     assert "--data.path=" in request_of(output)["AlgorithmSpecification"]["ContainerArguments"]
 
 
-def test_an_instance_type_that_is_not_known_has_a_file_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Cli
-) -> None:
-    monkeypatch.chdir(ROOT)
-    file = tmp_path / "mine.toml"
-    file.write_text('extends = "h100"\nname = "Mine"\ngpus_per_node = 4\n')
-    words = [
-        "launch",
-        "sagemaker",
-        BIG,
-        "--nodes=2",
-        "--dry-run",
-        "--instance-type=ml.p5.24xlarge",
-        f"--hardware={file}",
-    ]
-    refused = program(titanlike.main, *words, *DATA, code=2)
-    assert "ResourceConfig.InstanceType = ml.p5.24xlarge: not supported by the installed botocore" in refused.err
-    words[5] = "--instance-type=ml.p5.48xlarge"
-    assert "2, 8 GPUs: Mine\n" in program(titanlike.main, *words, *DATA).out
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -13,8 +13,6 @@ from titanlike.metrics.terminal import Console
 from titanlike.tools.clusters.sagemaker.entry import (
     fail,
     first_exception,
-    install,
-    missing_requirements,
     wait_for_host,
 )
 from titanlike.tools.clusters.sagemaker.request import METRICS, Channel, request_for
@@ -185,21 +183,6 @@ def test_invalid_settings_are_refused(changes: dict[str, Any], error: str) -> No
     assert list(job_errors(JOB)) == []
 
 
-def test_requests_are_validated_with_botocore() -> None:
-    request = request_for(JOB)
-    request["ResourceConfig"] |= {"InstanceType": "ml.p5.96xlarge", "KeepAlivePeriodInSeconds": 99999, "Colour": "red"}
-    request["RoleArn"] = "x" * 25
-    del request["OutputDataConfig"]
-    found = "\n".join(request_errors(request))
-    for text in (
-        'Missing required parameter in input: "OutputDataConfig"', 'Unknown parameter in ResourceConfig: "Colour"',
-        "ResourceConfig.InstanceType = ml.p5.96xlarge: not supported by the installed botocore",
-        "KeepAlivePeriodInSeconds = 99999: the maximum is 21600",
-        "RoleArn = xxxxxxxxxxxxxxxxxxxxxxxxx: does not match arn",
-    ):  # fmt: skip
-        assert text in found
-
-
 def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, float | None] = dict(
         loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417,
@@ -256,22 +239,3 @@ def test_the_failure_file_begins_with_the_cause(
     assert text.splitlines()[0] == f"algo-1: {cause}"
     assert text.rstrip().endswith(lines[-1] if lines else cause)
     assert first_exception([]) == ""
-
-
-def test_missing_requirements(tmp_path: Path) -> None:
-    assert missing_requirements(["pytest", "pytest>=1", "torch>=2.11,<2.16"]) == []
-    assert missing_requirements(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
-    (tmp_path / "requirements.txt").write_text("pytest>=1\ntorch>=99\n")
-    assert install(tmp_path / "requirements.txt") == "the image lacks torch>=99; choose another --image"
-
-
-def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.entry.ROOT", tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    (tmp_path / "input").mkdir()
-    (tmp_path / "requirements.txt").write_text("no-such-thing>=1\n")
-    error = install(tmp_path / "requirements.txt")
-    assert error.startswith(
-        "the image lacks no-such-thing>=1, and pip cannot install them; choose an --image that has them: "
-    )
-    assert "No matching distribution found" in error

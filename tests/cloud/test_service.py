@@ -7,7 +7,6 @@ import boto3
 import pytest
 
 from tests.cloud.aws import BUCKET, Aws, error_response
-from tests.launching import free_port
 from titanlike.config import UserError
 from titanlike.tools.clusters.sagemaker.jobs import describe
 from titanlike.tools.clusters.sagemaker.service import TransientError, make_clients
@@ -46,20 +45,6 @@ def test_credentials(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     assert client_error() == "no AWS credentials found; run aws configure, or set AWS_PROFILE"
-
-
-def test_no_connection(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{(port := free_port())}")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the attempts of botocore
-    made = make_clients("eu-west-1")
-    with pytest.raises(TransientError) as error:
-        describe(made, "titanlike-debug")
-    assert str(error.value) == (
-        f'no response from AWS (Could not connect to the endpoint URL: "http://127.0.0.1:{port}/"): check the network, and '
-        "--region eu-west-1"
-    )
-    for client in (made.sagemaker, made.s3):
-        client.close()
 
 
 DENIED = "User: arn:aws:iam::1:user/x is not authorized to perform: sagemaker:DescribeTrainingJob"

@@ -1,6 +1,5 @@
 """Jobs submitted to moto's server on loopback, which replaces SageMaker and S3."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws
 from tests.launching import ROOT, Cli
 from titanlike.tools.cli import main as titanlike
-from titanlike.tools.clusters.sagemaker import bundle, submit
+from titanlike.tools.clusters.sagemaker import bundle
 from titanlike.tools.clusters.sagemaker.jobs import active_job, newest_job
 
 ARGUMENTS = [
@@ -109,33 +108,3 @@ def test_default_bucket(aws: Aws, program: Cli) -> None:
     program(titanlike.main, *ARGUMENTS[:-1])
     (submitted,) = REQUESTS
     assert submitted["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
-
-
-def install(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Makes the senders find only these modules."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in modules else None)
-
-
-MODULES = {"modeltrainer": "sagemaker.train", "estimator": "sagemaker.pytorch", "boto3": "boto3"}
-
-
-def test_the_default_sender_is_the_first_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for skipped, sender in enumerate(MODULES):
-        install(monkeypatch, *list(MODULES.values())[skipped:])
-        assert submit.select_sender() == sender
-    install(monkeypatch)
-    assert submit.select_sender() == "boto3"  # creating the clients reports that it is missing
-
-
-def test_submit_uses_the_chosen_sender(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
-    senders: list[str] = []
-
-    def record(request: dict[str, Any], session: Any, prefix: str) -> str:
-        senders.append(prefix)
-        return str(request["TrainingJobName"])
-
-    monkeypatch.setattr(submit, "submit_with_estimator", record)
-    monkeypatch.setattr(submit, "select_sender", lambda name: name)
-    printed = program(titanlike.main, *ARGUMENTS, "--sender=estimator")
-    assert "submitted with estimator: titanlike-debug-" in printed.out
-    assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []

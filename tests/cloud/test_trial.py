@@ -110,14 +110,6 @@ def test_a_trial_ends_if_aws_does_not_answer(
     assert submitted(aws) == [job]
 
 
-def test_a_trial_that_is_stopped_before_its_job_is_not_submitted(
-    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "newest_job", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_trial(tmp_path) == 143
-    assert submitted(aws) == []
-
-
 def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
     job = aws.running("lr-003", arguments=ARGUMENTS)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731

@@ -15,7 +15,7 @@ import torch
 from tests.launching import Cli
 from titanlike.tools.doctor import checks as doctor
 from titanlike.tools.doctor.finding import Finding
-from titanlike.utils import compat, system
+from titanlike.utils import system
 
 Usage = namedtuple("Usage", "total used free")
 NVLINK = """\
@@ -64,11 +64,6 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finding.status == "missing" and "cannot be imported" in finding.text and "pip install" in finding.remedy
 
 
-def test_a_torch_without_what_a_feature_requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "missing", lambda _: ["torch 9 has no torch.gone, which is required for: pipelines"])
-    assert only(doctor.torch_features()).status == "warning"
-
-
 def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert only(doctor.disk(tmp_path)).status in ("ok", "warning")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 5 * 2**30))
@@ -84,14 +79,6 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(system, "port_is_free", lambda _: False)
     monkeypatch.setattr(system, "can_resolve", lambda _: False)
     assert [finding.status for finding in doctor.port()] == ["warning", "warning"]
-
-
-def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "output", lambda *_: "yes\n")
-    assert only(doctor.clock()).status == "ok"
-    assert only(doctor.clock(lambda: 0.0)).status == "warning"
-    monkeypatch.setattr(doctor, "output", lambda *_: "no\n")
-    assert only(doctor.clock()).remedy == "timedatectl set-ntp true"
 
 
 def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], *, peers: bool) -> None:

@@ -36,21 +36,3 @@ def test_help_says_what_each_argument_is_and_its_default_once(
         assert action.help and text[0] not in "(" and not text.endswith("."), action.dest
         assert text.count("default: ") <= 1 and text.count("can be repeated") <= 1, text
         assert action.option_strings or action.metavar, f"{action.dest} has no placeholder"
-
-
-def test_examples_keep_their_lines_and_prose_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    parser = argparse.ArgumentParser(
-        "x", formatter_class=HelpFormatter, description=f"{'word ' * 30}.\n\n  x  {'y' * 90}"
-    )
-    parser.add_argument("--hours", type=float, default=24.0, metavar="H", help="duration")
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="most items (default: all)")
-    parser.add_argument("--name", action="append", default=[], metavar="NAME", help="name")
-    lines = parser.format_help().splitlines()
-    assert f"  x  {'y' * 90}" in lines
-    assert all(len(line) < 60 for line in lines if "yyy" not in line)
-    assert [line.split("  ")[-1] for line in lines[-3:]] == [
-        "duration (default: 24)",
-        "most items (default: all)",
-        "name; can be repeated",
-    ]

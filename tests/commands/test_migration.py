@@ -33,7 +33,6 @@ from titanlike.tools.migration.script import landlock_version, run_script
 from titanlike.tools.migration.torchtitan import torchtitan_learning_rate
 from titanlike.tools.migration.torchtitan_keys import KEYS
 
-ROOT = Path(__file__).parents[2]
 JOB = """
 [job]
 dump_folder = "out"
@@ -216,31 +215,6 @@ def test_validation_compile_and_checkpoints_of_torchtitan(tmp_path: Path) -> Non
     assert recipe.activation_checkpoint.mode == "full"
 
 
-def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
-    job, _ = titan(tmp_path, "stepz = 5\n[infra]\naffinity = true\n")
-    assert job.not_mapped["training.stepz"].reason == "unknown to torchtitan 0.2; did you mean training.steps?"
-    assert job.not_mapped["infra.affinity"].changes and "infra.affinity = true: unknown" in job.text()
-    with pytest.raises(UserError, match=r'training.max_norm = "1" must be of type float'):
-        titan(tmp_path, 'max_norm = "1"\n')
-    with pytest.raises(UserError, match=r"training.batch_size: keys of torchtitan before 0.2 are not converted"):
-        titan(tmp_path, "batch_size = 1\n")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"llama3"', '"deepseek_v3"', "its jobs are not converted; write a recipe with model.name = 'deepseek_v3'"),
-        ('"llama3"', '"gpt_oss"', "its jobs are not converted; write a recipe with model.name = 'gpt_oss'"),
-        ('"llama3"', '"flux"', "it generates images"),
-        ('"llama3"', '"mine"', "those are llama3 and qwen3"),
-        ('"8B"', '"9B"', "no flavor of llama3 in torchtitan 0.2"),
-    ],
-)
-def test_models_that_do_not_exist_here_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        titan(tmp_path, base=JOB.replace(old, new))
-
-
 # Megatron-LM
 
 
@@ -249,9 +223,8 @@ def test_a_llama_of_megatron(tmp_path: Path) -> None:
     assert set(job.mapped) | set(job.not_mapped) == set(job.given) and len(job.given) == 23 and job.num_gpus == 8
     model = recipe.model
     assert isinstance(model, LlamaConfig)
-    assert (
-        model.ffn_dim == 640 and model.vocab_size == 1280 and not model.tied_head
-    )  # 4 x 256 x 2/3; 128 x 2 divides it
+    # 4 x 256 x 2/3; 128 x 2 divides it.
+    assert model.ffn_dim == 640 and model.vocab_size == 1280 and not model.tied_head
     assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (8, 10000.0, 1e-5)
     assert (recipe.optimizer.beta2, recipe.optimizer.weight_decay, recipe.run.seed) == (0.999, 0.01, 1234)
     assert (recipe.schedule.decay, recipe.schedule.min_ratio, recipe.schedule.warmup_steps) == ("linear", 0.0, 0)
@@ -259,21 +232,6 @@ def test_a_llama_of_megatron(tmp_path: Path) -> None:
     assert not recipe.checkpoint.enabled and recipe.training.compute_dtype == "bfloat16"
     check_recipe(recipe, 8)
     assert job.plan_changes == {"overlaps": False, "async_tensor_share": 0.0}
-
-
-def test_what_megatron_leaves_to_defaults_is_named(tmp_path: Path) -> None:
-    base = LLAMA.replace("--hidden-dropout 0 --attention-dropout 0", "").replace("--disable-bias-linear", "")
-    job, recipe = mega(tmp_path, "--fp16", "--fp8-format hybrid", base=base)
-    text = "\n".join(job.differences)
-    for expected in (
-        "--hidden-dropout = 0.1, its default: llama has no dropout here",
-        "--attention-dropout = 0.1, its default",
-        "--disable-bias-linear is not set",
-        '--fp8-recipe = "delayed", its default',
-        "the first step of a warmup has a learning rate of 0",
-    ):
-        assert expected in text
-    assert recipe.training.compute_dtype == "float16"
 
 
 def test_replicas_of_megatron_need_the_number_of_gpus(tmp_path: Path) -> None:
@@ -308,9 +266,7 @@ def test_models_of_megatron(tmp_path: Path) -> None:
     for option, message in (
         ("--position-embedding-type rope", "GELU, LayerNorm, RoPE: no model of this toolkit has these parts"),
         ("--ffn-hidden-size 100", "--ffn-hidden-size = 100, but gpt of this toolkit has 256"),
-        ("--multi-latent-attention", "such jobs are not converted; write a recipe with model.name = 'deepseek_v3'"),
         ("--lr x", "--lr = 'x' is not a number"),
-        ("--swiglu yes", "--swiglu takes no value"),
     ):
         with pytest.raises(UserError, match=message):
             mega(tmp_path, option, base=gpt)
@@ -318,21 +274,8 @@ def test_models_of_megatron(tmp_path: Path) -> None:
 
 def test_megatrons_learning_rate() -> None:
     schedule = MegatronSchedule(3, 15, "cosine", 0.1)
-    expected = [
-        0.0,
-        1 / 3,
-        2 / 3,
-        1.0,
-        0.9846666218,
-        0.9397114317,
-        0.8681980515,
-        0.775,
-        0.6664685703,
-        0.55,
-        0.4335314297,
-    ]
-    expected += [0.325, 0.2318019485, 0.1602885683, 0.1153333782, 0.1, 0.1, 0.1, 0.1, 0.1]
-    assert [schedule.rate(step) for step in range(1, 21)] == pytest.approx(expected)
+    expected = {1: 0.0, 2: 1 / 3, 4: 1.0, 5: 0.9846666218, 8: 0.775, 10: 0.55, 15: 0.1153333782, 16: 0.1, 20: 0.1}
+    assert {step: schedule.rate(step) for step in expected} == pytest.approx(expected)
 
 
 def test_batch_ramps_of_megatron(tmp_path: Path) -> None:
@@ -390,10 +333,7 @@ def test_a_script_is_run_by_bash_which_starts_nothing(tmp_path: Path, monkeypatc
     text = SCRIPT % {"outside": outside, "programs": tmp_path}
     found = run_script("job.sh", text, tmp_path / "job", {}, trust=not landlock_version())
     expected = [
-        "python",
-        "-u",
-        "pretrain_gpt.py",
-        "--a",
+        *["python", "-u", "pretrain_gpt.py", "--a"],
         "two words",
         *["--layer1", "2", "--layer2", "4", "--yes", "--x"],
         "",
@@ -422,16 +362,6 @@ def test_published_configs_are_planned(cli: Cli, tmp_path: Path, name: str) -> N
     values = json.loads(cli("plan", tmp_path / "some.json", "--gpus=1024", "--json", *options, code=code).out)
     assert values["model"].endswith(f" {PUBLISHED[name]['size']}")
     assert values["num_parameters"] == PUBLISHED[name]["parameters"]
-
-
-def test_a_config_of_hugging_face(tmp_path: Path) -> None:
-    path, values = tmp_path / "some.json", PUBLISHED["Llama 3.2 1B"]["config"]
-    path.write_text(json.dumps(values))
-    job = convert(path)
-    assert job is not None and not job.is_job and recipe_of(job, tmp_path).model.label() == "llama 3.2-1B"
-    path.write_text(json.dumps(values | {"vocab_size": 100, "hidden_act": "gelu"}))
-    with pytest.raises(UserError, match="hidden_act = 'gelu' is not supported"):
-        convert(path)
 
 
 def test_the_import_command(cli: Cli, tmp_path: Path) -> None:

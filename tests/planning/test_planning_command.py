@@ -6,17 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.launching import Cli
 from titanlike.run.checks import check_recipe
-from titanlike.tools.planning import report
-from titanlike.tools.planning.advice import advice, checkpointing_modes
 from titanlike.tools.planning.hardware import load_hardware
-from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.plan import make_plan
 from titanlike.tools.planning.ranges import ANCHORED
-from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.programs import load_known
 
 ROOT = Path(__file__).parents[2]
@@ -101,28 +95,6 @@ def test_mistakes_are_one_sentence(cli: Cli, arguments: tuple[str, ...], message
     captured = cli("plan", *arguments, code=2)
     assert captured.out == "" and len(captured.err.splitlines()) == 1
     assert captured.err.startswith("error: ") and message in captured.err
-
-
-def rendered(width: int, printer: object, *arguments: object) -> list[str]:
-    console = Console(width=width, highlight=False, markup=False, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    printer(*arguments, console)  # type: ignore[operator]
-    console.file.close()
-    return console.export_text().splitlines()
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_tables_fit_the_terminal(width: int) -> None:
-    recipe = load_known(ROOT / "train_configs/llama3_405b.toml", {})
-    found = make_plan(Job(recipe, 512), H100)
-    lines = rendered(
-        width, report.print_plan, found, advice(found, check_recipe), checkpointing_modes(found, check_recipe)
-    )
-    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
-    points = scaling(load_known(Path(RECIPE), {}), [8, 64, 128], H100, check_recipe, "strong")
-    lines = rendered(width, lambda console: report.print_scaling(points, "strong", H100, console))
-    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
-    bars = [line.count("█") for line in lines]
-    assert sum(bar > 0 for bar in bars) == 3
 
 
 def test_a_page_has_the_plans_of_the_commands_that_it_shows(cli: Cli, tmp_path: Path) -> None:

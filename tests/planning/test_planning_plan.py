@@ -13,7 +13,6 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of
-from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
@@ -22,7 +21,6 @@ from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks, least_secon
 from titanlike.tools.planning.report import as_json, layout_text, result_lines
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.planning.search import SearchResult, search, write_recipe
-from titanlike.tools.planning.traffic import traffic
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 H100 = load_hardware("h100")
@@ -116,24 +114,6 @@ def test_advice_names_a_number_of_gpus_that_fits() -> None:
     found = advice(plan, check_recipe)
     assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus > 1
     assert f"it fits on {found.plan.job.num_gpus} GPUs with" in found.text
-
-
-def test_a_model_that_no_number_of_gpus_can_hold_is_one_sentence() -> None:
-    dims = {"model__dim": "262144", "model__ffn_dim": "1048576", "model__num_layers": "1", "model__num_kv_heads": "8"}
-    plan = plan_of("llama3_8b", 8, model__num_heads="64", training__global_batch_size="8", **dims)
-    found = advice(plan, check_recipe)
-    assert found.impossible and found.plan is None and "\n" not in found.text
-    assert found.text.startswith("No number of H100 SXM 80 GB GPUs can hold this model")
-
-
-def test_axes_of_the_mesh_that_cross_nodes() -> None:
-    def crossing(job: Job, gpus_per_node: int = 8) -> set[str]:
-        links = Links(job, replace(H100, gpus_per_node=gpus_per_node))
-        return {each.axis for each in traffic(job, 0) if links.spans_nodes(each)}
-
-    assert crossing(Job(recipe_of("llama3_70b"), 256)) == {"shard"}
-    assert crossing(Job(recipe_of("llama3_70b"), 256), gpus_per_node=4) == {"tensor", "shard"}
-    assert crossing(Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)) == {"replicate"}
 
 
 def test_a_range_names_the_published_runs_that_it_is_from() -> None:
@@ -237,13 +217,6 @@ def test_sizes_of_expert_parallelism_are_searched() -> None:
     dense = recipe_of("llama3_8b")
     assert expert_sizes(dense, 64) == [1]
     assert not any("parallelism.expert" in changes for changes in single_changes(Job(dense, 32), H100))
-
-
-def test_overridden_keys_are_not_searched() -> None:
-    recipe = recipe_of("llama3_8b", parallelism__tensor="2")
-    found = search(recipe, 8, H100, check_recipe, fixed={"parallelism.tensor", "float8.scaling"})
-    assert {candidate.plan.job.layout.tensor for candidate in found.best} == {2}
-    assert {candidate.plan.job.recipe.float8.scaling for candidate in found.best} == {"none"}
 
 
 def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path: Path) -> None:

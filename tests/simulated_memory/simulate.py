@@ -5,16 +5,15 @@ on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the frag
 """
 
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.simulated_memory.build import build, fake_batch
 from tests.simulated_memory.fake_operators import balanced_experts, gpu_operators
 from tests.simulated_memory.fakes import fake_process_group, fake_tensors
-from tests.simulated_memory.storage_tracker import Allocation, StorageTracker, is_gathered
-from titanlike.models.registry import blocks
+from tests.simulated_memory.storage_tracker import Allocation, StorageTracker
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.fsdp import accumulate_gradients
@@ -41,37 +40,26 @@ def simulate(job: Job, rank: int = 0) -> Memory:
 
 
 def _moments(tracker: StorageTracker) -> tuple[Moment, ...]:
-    """Returns the largest usage in each phase of the last micro-batch or, with a pipeline, of the step."""
+    """Returns the moments of the last micro-batch or, with a pipeline, of the step, with the most bytes and the most gradients."""
     start = max(begin for begin, phase in tracker.phases if phase == "start")
     allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
     changes = [(a.begin, a, 1) for a in allocations] + [(a.end, a, -1) for a in allocations if a.end is not None]
-    usage = dict.fromkeys(asdict(Usage()), 0) | {"workspaces": WORKSPACES}
-    peaks: dict[str, dict[str, int]] = {}
-    phases = sorted(tracker.phases)
+    usage = {"gradients": 0, "temporary": 0, "workspaces": WORKSPACES}
+    peak = gradients = Usage()
     for time, allocation, sign in sorted(changes, key=lambda change: change[0]):
-        usage[_category(allocation, start)] += sign * allocation.size
-        while len(phases) > 1 and phases[1][0] < time:
-            phases.pop(0)
-        phase = phases[0][1]
-        if time > start and sum(usage.values()) >= sum(peaks.get(phase, {}).values()):
-            peaks[phase] = dict(usage)
-    return tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "start")
+        usage["gradients" if _is_gradient(allocation, start) else "temporary"] += sign * allocation.size
+        now = Usage(**usage)
+        if time > start and now.total >= peak.total:
+            peak = now
+        if time > start and now.gradients > gradients.gradients:
+            gradients = now
+    return Moment("peak", peak), Moment("most gradients", gradients)
 
 
-def _category(allocation: Allocation, start: int) -> str:
-    """Returns the field of `Usage` that an allocation counts for. What an earlier micro-batch has left are gradients."""
-    phase, freed_in = allocation.phase, allocation.freed_in
-    if phase in ("parameters", "optimizer"):
-        return phase
-    if freed_in == "zero_grad" or allocation.begin < start:
-        return "gradients"
-    if is_gathered(allocation):
-        return "gathered"
-    if phase == "loss":
-        return "loss"
-    if phase.startswith("forward") and freed_in.startswith("backward"):
-        return "activations"
-    return "temporary"
+def _is_gradient(allocation: Allocation, start: int) -> bool:
+    """Whether it is freed with the gradients, or an earlier micro-batch has left it."""
+    is_state = allocation.phase in ("parameters", "optimizer")
+    return not is_state and (allocation.freed_in == "zero_grad" or allocation.begin < start)
 
 
 def _step(job: Job, rank: int) -> StorageTracker:
@@ -108,7 +96,6 @@ def _step(job: Job, rank: int) -> StorageTracker:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             optimizer.step()  # allocates its state
             optimizer.zero_grad()
-            _mark_phases(model, tracker)
             batch = fake_batch(job)
             num_tokens = batch.inputs["tokens"].numel()
             if isinstance(model, Pipeline):
@@ -118,8 +105,6 @@ def _step(job: Job, rank: int) -> StorageTracker:
                 count = min(job.num_microbatches, MICROBATCHES)
                 for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
                     tracker.begin("start")
-                    if job.frozen_forwards or second:
-                        tracker.begin(job.second_name)
                     with ExitStack() as contexts:
                         if teacher and loss:
                             loss.teacher = contexts.enter_context(teacher.logits(batch))
@@ -131,35 +116,8 @@ def _step(job: Job, rank: int) -> StorageTracker:
                         loss.teacher = loss.sums = None
                     (out.sum() / num_tokens).backward()
                     del out
-            tracker.begin("clipping")
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)
-            tracker.begin("optimizer step")
             optimizer.step()
             tracker.begin("zero_grad")
             optimizer.zero_grad()
     return tracker
-
-
-def _mark_phases(model: nn.Module, tracker: StorageTracker) -> None:
-    """Begins a phase at the forward and backward pass of each block, and at the loss."""
-
-    def mark(module: nn.Module, name: str) -> None:
-        def before(*_: object) -> None:
-            tracker.begin("loss" if name == "loss" else f"forward, {name}")
-
-        def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
-            out = out[0] if isinstance(out, tuple) else out  # of a block, which may also return counts
-            if out.requires_grad:
-                out.register_hook(lambda _: tracker.begin("backward, loss" if name == "loss" else f"backward, {name}"))
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-
-    # The stages of a pipeline have blocks of any numbers, which depend on the simulated depth.
-    parts = model.parts if isinstance(model, Pipeline) else {None: model}
-    for stage, part in parts.items():
-        for name, block in blocks(part).items():
-            mark(block, f"block {name}" if stage is None else f"stage {stage}")
-    output = getattr(model, "output", None)
-    if output is not None:
-        mark(output, "loss")

@@ -19,12 +19,11 @@ from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.models.gpt.config import GPTConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.verify.batches import first_difference, read_batches
-from titanlike.tools.verify.compiled import check_backend, known_bugs, verify_compiled_file
+from titanlike.tools.verify.compiled import known_bugs, verify_compiled_file
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
 from titanlike.tools.verify.small_recipe import fitting_batch, shrink
@@ -54,11 +53,8 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
     assert "optimizer.eps" not in done.stdout  # set by the user
     assert re.search(r"weights .*; tolerance 1e-03\n", done.stdout)
     first = re.search(r"^ +1 +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
-    assert (
-        first
-        and float(first[1]) == pytest.approx(float(first[2]))
-        and float(first[3]) == pytest.approx(float(first[4]))
-    )
+    assert first
+    assert [float(first[1]), float(first[3])] == pytest.approx([float(first[2]), float(first[4])])
     assert done.stderr == ""
     assert not list(tmp_path.iterdir())
 
@@ -100,26 +96,6 @@ def test_layouts(layout: str, message: str) -> None:
     assert message in str(caught.value)
     chosen = parse_layout("pipeline=2,pipeline_split=[1, 3],tensor=2")
     assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt2_124m", "llama3_405b", "llama3_8b_float8", "qwen2_5_7b", "gemma3_4b", "mixtral_8x7b"]
-)
-@pytest.mark.parametrize("layout", ["tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"])
-def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> None:
-    recipe = ROOT / f"train_configs/{name}.toml"
-    chosen = {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
-    if load_known(recipe, {}).model.vocab_size % 2:
-        chosen["model.vocab_size"] = "50304"
-    values = load_known(recipe, chosen)
-    processes = 8 if "shard=2" in layout and "tensor" in layout else 4 if "tensor" in layout else 2
-    as_dicts = {key: vars(value) for key, value in vars(values).items() if hasattr(value, "__dict__")}
-    smaller = shrink(as_dicts, processes, steps=5)
-    words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in smaller.items()}
-    made = load_known(recipe, chosen | words)
-    if made.parallelism.tensor <= getattr(values.model, "num_kv_heads", 64):
-        check_recipe(made, processes)
-    assert made.model.num_parameters() < 1_500_000 or isinstance(made.model, GPTConfig)
 
 
 def test_the_shrunk_recipe_writes_nothing_where_the_recipe_does() -> None:
@@ -359,24 +335,6 @@ def test_compiled_code_of_a_module_is_compared(tmp_path: Path, capsys: pytest.Ca
     assert code == 1 and "NOT equal: gradients with dropout: down.bias is not proportional" in text
     assert "part of the compiler: AOTAutograd, which traces the backward pass" in text
     assert text.endswith("or dropout that is a function of its inputs\n") and "has pytorch #190758: " in text
-
-
-def test_what_cannot_be_compiled_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_build(
-        tmp_path,
-        ("def model() ->", "def compile(model):\n    pass\n\n\ndef model() ->"),
-        ("    return MLP()", "    exit(0)"),
-    )
-    for backend, message in (
-        ("aot_eager", "compile(model) of this file chooses the backend; remove --compile.backend=aot_eager"),
-        ("", "its code calls sys.exit(0); remove that"),
-    ):
-        with pytest.raises(UserError) as caught:
-            verify_compiled_file(f"{tmp_path}/build.py:model", backend, 1)
-        assert message in str(caught.value)
-    monkeypatch.setattr("titanlike.utils.system.cxx_compiler", lambda: None)
-    with pytest.raises(UserError, match=r"no C\+\+ compiler, which the backend inductor needs: apt-get install"):
-        check_backend("inductor")
 
 
 @pytest.mark.slow
