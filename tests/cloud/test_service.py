@@ -33,20 +33,6 @@ def test_regions(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client_error() == "--region is missing, and neither AWS_REGION nor the AWS configuration sets one"
 
 
-def test_credentials(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "missing")
-    assert client_error() == (
-        "AWS_PROFILE: The config profile (missing) could not be found; run aws configure list-profiles to list the profiles"
-    )
-    monkeypatch.delenv("AWS_PROFILE")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert client_error() == (
-        "invalid AWS credentials: Partial credentials found in env, missing: AWS_SECRET_ACCESS_KEY; " + LOG_IN
-    )
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    assert client_error() == "no AWS credentials found; run aws configure, or set AWS_PROFILE"
-
-
 DENIED = "User: arn:aws:iam::1:user/x is not authorized to perform: sagemaker:DescribeTrainingJob"
 INTERNAL = "AWS reports an internal error (DescribeTrainingJob: {}); try again in a minute"
 THROTTLED = "AWS throttles requests (DescribeTrainingJob: {}); try again in a minute"

@@ -141,30 +141,3 @@ def test_a_folder_of_shards_is_summarized_and_verified(tokens: Path, cli: Cli) -
 )  # fmt: skip
 def test_wrong_arguments_are_refused(arguments: list[str], message: str, cli: Cli) -> None:
     assert message in cli("data", "inspect", *arguments, code=2).err
-
-
-def test_the_report_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    texts = [f"The number {number} and its square, {number**2}. " * 4 for number in range(3)]
-    texts = [f"{texts[0]}\x1b[0m", *texts, texts[1], "short [bold]"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    monkeypatch.chdir(tmp_path)
-    options = ["--tokenizer=bytes", "--duplicates=remove", "--quality=max_repeated_words=1", "--test=0.2"]
-    prepared = cli("data", "prepare", "a.jsonl", "--out", "out", *options).out
-    assert "  1 exact copies of an earlier document, removed\n  removed by length: 1 document, 12 bytes\n" in prepared
-    lines = cli("data", "inspect", "out").out.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("report"))
-    first, rest = lines[start], lines[start + 1 :]
-    assert first.startswith("report  6 documents, ") and "; 4 documents, " in first
-    assert rest[:6] == [
-        "        1 exact copies of an earlier document, removed",
-        "        removed by length: 1 document, 12 bytes",
-        "          a.jsonl, line 6: 12 characters, fewer than 100",
-        "            short [bold]",
-        f"        removed by exact duplicates: 1 document, {len(texts[1 + 1])} bytes",
-        "          a.jsonl, line 5: kept: a.jsonl, line 3",
-    ]
-    values = json.loads(cli("data", "inspect", "out", "--json").out)
-    assert values["report"] == json.loads((tmp_path / "out/report.json").read_text())
-    assert list(values["splits"]) == ["train", "test"]
-    (tmp_path / "out/report.json").unlink()  # as in folders of earlier versions
-    assert "report" not in cli("data", "inspect", "out").out

@@ -56,10 +56,6 @@ def test_a_misspelled_command_is_compared_with_the_commands(cli: Cli) -> None:
     assert "choose from" in cli("xxxx", code=2).err
 
 
-def test_titanlike_alone_lists_its_commands(cli: Cli) -> None:
-    assert "recipes Lists the shipped recipes" in " ".join(cli(code=2).out.split())
-
-
 def test_the_list_has_a_line_for_each_recipe(cli: Cli) -> None:
     lines = cli("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())

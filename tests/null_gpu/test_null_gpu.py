@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.null_gpu.recording import require_null_gpu, run, torchrun
-from titanlike.tools.null_gpu import recipes
+from tests.null_gpu.recording import run, torchrun
 from titanlike.tools.null_gpu.collectives import Call, Log, mismatch
 
 HERE = Path(__file__).parent
@@ -95,16 +94,6 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     # The last layout, expert parallelism with selective checkpointing, exchanges the numbers of rows once in a micro-batch.
     locations = found["processes"][0]["steps"][-1]["locations"]
     assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
-
-
-@pytest.mark.every  # test_all_layouts_train_over_nccl has expert parallelism, test_planning_null_gpu.py the memory
-@pytest.mark.parametrize(("mode", "graphs"), [("full", 3), ("selective", 5)])
-def test_a_rank_of_64_compiles_expert_parallel_blocks_and_needs_the_planned_memory(mode: str, graphs: int) -> None:
-    require_null_gpu()
-    options = [f"--activation_checkpoint.mode={mode}", "--model.num_layers=2"]
-    row = recipes.measure("qwen3_30b_a3b", 64, options, "h100")
-    assert row["graphs"] == graphs
-    assert recipes.plan("qwen3_30b_a3b", 64, row["options"]).allocated == pytest.approx(row["allocated"], rel=0.02)
 
 
 def log(rank: int, *calls: Call) -> Log:

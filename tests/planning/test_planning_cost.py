@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import planner_validation
 from tests.training import tiny
-from titanlike.config import UserError
 from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.common.lora import apply_lora
@@ -41,7 +40,6 @@ from titanlike.tools.planning.ranges import (
     RANGES,
     Errors,
     Range,
-    anchored,
 )
 from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
@@ -309,20 +307,6 @@ def test_the_slowest_rank_computes_the_largest_load() -> None:
     padded = 1 + loads.flatten(1).amax(-1).mean().item()
     assert largest_load(job(64, model=QWEN3_MOE), variation, padded=True) == pytest.approx(padded, rel=0.01)
     assert largest_load(job(64, model=QWEN3_MOE), variation, padded=False) == 1.0
-
-
-@pytest.mark.parametrize("layout", [{}, dict(tensor=8), dict(pipeline=4)])
-def test_a_measured_speed_is_planned_after_anchoring(layout: dict[str, Any]) -> None:
-    planned = job(64, layout=layout)
-    tokens = planned.recipe.training.tokens_per_step / 64
-    measured = 0.8 * tokens / predict(planned).seconds
-    hardware = anchored(planned, H100, measured)
-    assert tokens / predict(planned, hardware).seconds == pytest.approx(measured, rel=1e-6)
-    assert hardware.efficiency < 0.9 * H100.efficiency
-    with pytest.raises(
-        UserError, match=r"--measured 1e\+06: this recipe cannot have that speed on 64 x H100 SXM 80 GB"
-    ):
-        anchored(planned, H100, 1e6)
 
 
 def test_predictions_of_published_measurements_are_recorded() -> None:

@@ -78,16 +78,3 @@ def test_the_table_of_what_a_gpu_has_measured_is_in_the_documentation() -> None:
     assert len(COMPARED) == 10
     text = (ROOT / "docs/planner_validation.md").read_text()
     assert f"\n\n{gpu_plans.table(COMPARED)}\n\n" in text
-
-
-@pytest.mark.parametrize("name", ["1b_bfloat16", "8b_float8"])
-def test_the_memory_of_a_gpu_and_of_a_null_gpu_is_the_same_to_the_byte(name: str) -> None:
-    """As recorded, and as the documentation says."""
-    rows = [
-        json.loads(path.read_text())["rows"]
-        for path in (gpu_plans.FOLDER / f"{name}.json", gpu_plans.FOLDER.parent / f"null_gpu_{name}.json")
-    ]
-    peaks = [{row: measured["peak_memory_gib"] for row, measured in found.items()} for found in rows]
-    assert peaks[0] == peaks[1]
-    text = (ROOT / "docs/null_gpu.md").read_text()
-    assert all(f"| {peak} | {peak} |\n" in text for peak in peaks[0].values())

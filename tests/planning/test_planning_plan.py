@@ -109,13 +109,6 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit() -> None:
     assert "the rounding of the result changes" not in found.text
 
 
-def test_advice_names_a_number_of_gpus_that_fits() -> None:
-    plan = plan_of("llama3_70b", 1, parallelism__tensor="1")
-    found = advice(plan, check_recipe)
-    assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus > 1
-    assert f"it fits on {found.plan.job.num_gpus} GPUs with" in found.text
-
-
 def test_a_range_names_the_published_runs_that_it_is_from() -> None:
     plan = make_plan(Job(recipe_of("llama3_1b", parallelism__context="2"), 8), load_hardware("l40s"))
     _, range_line, errors_line, _ = result_lines(plan)
@@ -177,11 +170,12 @@ def test_a_finished_run_is_compared_with_its_plan() -> None:
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    return search(recipe_of("llama3_8b"), 16, H100, check_recipe)
+    fixed = {"parallelism.pipeline", "parallelism.context"}
+    return search(recipe_of("llama3_8b"), 16, H100, check_recipe, fixed=fixed)
 
 
 def test_search_ranks_only_what_is_valid_and_fits(result: SearchResult) -> None:
-    assert result.candidates >= 1000 and len(result.best) == 10
+    assert result.candidates >= 100 and len(result.best) == 10
     recipe = recipe_of("llama3_8b")
     for candidate in result.best:
         planned = candidate.plan.job.recipe

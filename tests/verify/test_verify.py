@@ -23,7 +23,7 @@ from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.verify.batches import first_difference, read_batches
-from titanlike.tools.verify.compiled import known_bugs, verify_compiled_file
+from titanlike.tools.verify.compiled import verify_compiled_file
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
 from titanlike.tools.verify.small_recipe import fitting_batch, shrink
@@ -357,8 +357,3 @@ def test_the_code_of_inductor_is_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"debug\.toml compiled with inductor \(torch ", done.stdout)
     assert done.stdout.endswith("\nequal within tolerance\n")
-
-
-def test_known_bugs_are_those_of_the_release() -> None:
-    for version, issues in (("2.9.1", [96693]), ("2.14.1+cpu", [193061, 190758]), ("2.15.0", [190758]), ("3.0.0", [])):
-        assert [bug.issue for bug in known_bugs(version)] == issues
