@@ -13,7 +13,6 @@ from titanlike.metrics.terminal import Console
 from titanlike.tools.clusters.sagemaker.entry import (
     fail,
     first_exception,
-    wait_for_host,
 )
 from titanlike.tools.clusters.sagemaker.request import METRICS, Channel, request_for
 from titanlike.tools.clusters.sagemaker.validation import job_errors, request_errors
@@ -146,16 +145,6 @@ def test_arguments_of_the_program() -> None:
     assert [one for one in found if "shutdown_timeout" in one] == ["--run.shutdown_timeout=60"]
 
 
-def test_a_folder_name_may_contain_a_dot() -> None:
-    folder, file = (Channel("data.path", f"s3://tokens/{name}") for name in ("c4-v1.5", "c4-v1.5.jsonl.gz"))
-    assert (folder.path, file.path) == ("/opt/ml/input/data/data_path", "/opt/ml/input/data/data_path/c4-v1.5.jsonl.gz")
-    sources = [
-        one["DataSource"]["S3DataSource"]["S3Uri"]
-        for one in request_for(replace(JOB, channels=(folder,)))["InputDataConfig"]
-    ]
-    assert sources[1] == "s3://tokens/c4-v1.5/"
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -200,21 +189,6 @@ def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[st
         "save_seconds": ["12.50"],
     }  # fmt: skip
     assert sagemaker_estimator.METRICS.items() <= METRICS.items()
-
-
-def test_the_first_host_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter([OSError("unknown"), OSError("unknown"), None])
-
-    def look_up(*_: object) -> None:
-        if error := next(names):
-            raise error
-
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    assert wait_for_host("algo-1") == ""
-    assert next(names, "all") == "all"
-    names = iter([OSError("unknown")])
-    assert wait_for_host("algo-1", 0.0) == "the host algo-1 did not start within 0 s: unknown"
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,6 @@ def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     assert (tmp_path / f"s3/example/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
 
 
-@pytest.mark.slow
-def test_a_job_of_the_doctor_measures_the_network(tmp_path: Path) -> None:
-    lines = finish(start(tmp_path, "20261122-000001", nodes=1, doctor=True, processes=2), 0)
-    assert any(line.startswith("ok       version") or "torch" in line for line in lines)
-    assert any("within nodes" in line and "GB/s" in line for line in lines)
-    assert not (tmp_path / "s3/example/titanlike/checkpoints").exists()
-
-
 def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("titanlike.tools.clusters.sagemaker.simulate.subprocess", forked)

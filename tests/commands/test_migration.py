@@ -214,18 +214,6 @@ def test_a_llama_of_megatron(tmp_path: Path) -> None:
     assert job.plan_changes == {"overlaps": False, "async_tensor_share": 0.0}
 
 
-def test_replicas_of_megatron_need_the_number_of_gpus(tmp_path: Path) -> None:
-    base = LLAMA.replace("--use-distributed-optimizer", "")
-    _, recipe = mega(tmp_path, base=base)
-    assert (recipe.parallelism.replicate, recipe.parallelism.shard) == (4, 1)
-    with pytest.raises(UserError, match="without --use-distributed-optimizer each data-parallel rank has a replica"):
-        mega(tmp_path, base=base.replace("--nnodes 1", "--nnodes $N"))
-    with pytest.raises(UserError, match=r"needs a multiple of 2 GPUs, not 7; give --gpus"):
-        mega(tmp_path, gpus=7)
-    fsdp = mega(tmp_path, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", base=base)[1]
-    assert fsdp.parallelism.reshard_after_forward == "auto" and fsdp.parallelism.shard == -1
-
-
 def test_models_of_megatron(tmp_path: Path) -> None:
     assert mega(tmp_path, "--qk-layernorm")[1].model.name == "qwen3"
     assert mega(tmp_path, "--add-qkv-bias")[1].model.name == "qwen2"

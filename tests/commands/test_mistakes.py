@@ -1,6 +1,5 @@
 """User errors: each is reported in one line, within a second, and creates no files."""
 
-import errno
 import socket
 import venv
 from pathlib import Path
@@ -11,8 +10,7 @@ from tests.launching import ROOT, SMALL, run
 from titanlike.config import UserError
 from titanlike.config.sections import Run
 from titanlike.distributed.environment import RankInfo
-from titanlike.recipe import PretrainRecipe
-from titanlike.run.start import Arguments, program_of, select_run_dir, start
+from titanlike.run.start import Arguments, program_of, select_run_dir
 from titanlike.tools.data.train_tokenizer import train as train_tokenizer
 
 # Of the command line and the launch. tests/config has those of recipes and layouts, tests/start of variables.
@@ -96,15 +94,6 @@ def test_a_missing_gpu_is_reported(tmp_path: Path) -> None:
     assert "this machine has 1 GPU(s) that the installed torch" in done.stderr
 
 
-def test_check_validates_for_other_machines(tmp_path: Path) -> None:
-    recipe = str(ROOT / "train_configs/llama3_8b.toml")
-    available = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
-    assert run(tmp_path, recipe, *available, "--check", "128").returncode == 0
-    refused = run(tmp_path, recipe, *available, "--check", "96")
-    assert refused.returncode == 2
-    assert "training.global_batch_size = 128 does not divide over 96 data-parallel ranks" in refused.stderr
-
-
 MASTER = "--training.master_dtype=bfloat16"
 ROUNDED = "warning: training.master_dtype = 'bfloat16' without optimizer.stochastic_rounding: steps of optimizer.lr = "
 SETTING = "are near 1); set {}training.master_dtype = 'float32'\n"
@@ -164,41 +153,6 @@ def test_the_name_of_a_run_is_derived_from_any_file_name(tmp_path: Path, file: s
     run_section = select_run_dir(Run(), Arguments([str(tmp_path / file)]), RankInfo())
     assert run_section.name.startswith(name)
     assert len(run_section.name.encode()) <= 255
-
-
-@pytest.mark.parametrize("folder", ["my run", ".run", "run (1)"])
-def test_a_run_directory_that_was_given_an_invalid_name_is_refused(tmp_path: Path, folder: str) -> None:
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "environment.json").write_text("{}")
-    (tmp_path / folder / "recipe.toml").write_text("")
-    arguments = Arguments([str(tmp_path / folder / "recipe.toml")])
-    with pytest.raises(
-        UserError, match=r"the name of a run directory has letters, .*; rename the directory, or give --run\.name"
-    ):
-        select_run_dir(Run(), arguments, RankInfo())
-    for name in ("run", "x" * 255, "e\u0301", "٣"):  # names that run.name allows
-        (tmp_path / folder).rename(tmp_path / name)
-        folder = name
-        moved = select_run_dir(Run(), Arguments([str(tmp_path / name / "recipe.toml")]), RankInfo())
-        assert (moved.name, Path(moved.dir).resolve()) == (name, tmp_path.resolve())
-
-
-def test_a_directory_that_may_not_be_searched_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exists = Path.exists
-
-    def denied(path: Path) -> bool:  # as for a user who is not root
-        if path.is_relative_to(tmp_path / "closed"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return exists(path)
-
-    monkeypatch.setattr(Path, "exists", denied)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
-    with pytest.raises(SystemExit, match="2"):
-        start(PretrainRecipe, [f"--run.dir={tmp_path}/closed/runs"])
-    message = "Permission denied; choose another path, or change its permissions"
-    assert capsys.readouterr().err == f"error: {tmp_path}/closed/runs: {message}\n"
 
 
 def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Cli
-from titanlike.config import UserError
 from titanlike.config.shipped import REPOSITORY, recipe_path, shipped_recipes, train_command
 from titanlike.recipe import load
-from titanlike.recipe.load import read
 from titanlike.run.start import program_of
 from titanlike.tools.programs import SHIPPED
 
@@ -38,17 +36,6 @@ def test_a_copy_replaces_no_file(tmp_path: Path, cli: Cli) -> None:
         assert message in cli("recipes", "copy", name, tmp_path / path, code=2).err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
     assert (tmp_path / "mine.py").read_text() == "mine"
-
-
-def test_a_misspelled_name_is_compared_with_the_names_of_files_and_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("sweep", "mine"):
-        Path(f"{name}.toml").write_text("")
-    for text, found in (("debgu", "debug"), ("lama3_8b.toml", "llama3_8b"), ("mien", "mine.toml")):
-        with pytest.raises(UserError, match=rf"^{text}: recipe not found; did you mean {found}\?$"):
-            read(recipe_path(text))
 
 
 def test_a_misspelled_command_is_compared_with_the_commands(cli: Cli) -> None:

@@ -45,17 +45,6 @@ def test_a_measured_speed_is_the_anchor_of_other_plans(cli: Cli) -> None:
     assert captured.err.startswith("measured  6,000 tokens/s per GPU on 8 GPUs: efficiency 0.6")
 
 
-def test_another_program(cli: Cli, tmp_path: Path) -> None:
-    def speed(*arguments: str) -> float:
-        values = json.loads(cli("plan", RECIPE, "--gpus=8", "--json", *arguments).out)
-        return float(values["tokens_per_second_per_gpu"])
-
-    (tmp_path / "own.toml").write_text('attention = "flash"\nwhole_logits = true\n')
-    eager = "--compile.mode=none"
-    assert speed("--program=transformers", eager) < speed(eager) < speed()
-    assert speed(f"--program={tmp_path}/own.toml") < speed()
-
-
 def test_scaling_and_search_as_json(cli: Cli, tmp_path: Path) -> None:
     points = json.loads(cli("plan", RECIPE, "--gpus=8,64,100", "--json").out)["points"]
     assert [point["num_gpus"] for point in points] == [8, 64, 100] and "problem" in points[2]

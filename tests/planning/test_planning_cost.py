@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import planner_validation
 from tests.training import tiny
-from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.common.lora import apply_lora
 from titanlike.models.common.rope import rotary_angles
@@ -26,7 +25,7 @@ from titanlike.models.moe.config import MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.recipe import PretrainRecipe
-from titanlike.recipe.finetune import FinetuneRecipe, lora_of
+from titanlike.recipe.finetune import lora_of
 from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.experts import largest_load
 from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware
@@ -66,10 +65,7 @@ def job(num_gpus: int = 32, sequences: int = 1, microbatches: int = 4, seq_len: 
     batch = sequences * microbatches * sizes.replicate * sizes.shard
     training = Training(seq_len=seq_len, local_batch_size=sequences, global_batch_size=batch)
     values = dict(model=LLAMA_8B, training=replace(training, **sections.pop("training", {})), parallelism=layout)
-    recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
-    if "lora" in sections:
-        values["data"] = ChatData(source="synthetic")  # text, which needs no masks
-    return Job(recipe_type(**values | sections), num_gpus)
+    return Job(PretrainRecipe(**values | sections), num_gpus)
 
 
 def predict(job: Job, hardware: Hardware = H100) -> StepTime:
@@ -333,11 +329,3 @@ def test_predictions_of_published_measurements_are_recorded() -> None:
             recorded["errors"][f"{models}, {kind}"] for kind in ("source not fitted", "when first compared")
         )
         assert errors == Errors(held_out["median"], held_out["number"], first["median"], first["number"])
-
-
-def test_conversations_are_masked_from_each_other() -> None:
-    text, chats = (
-        predict(job(8, lora=Lora(rank=16), data=ChatData(source=source))).parts["attention"]  # type: ignore[arg-type]
-        for source in ("synthetic", "synthetic_chat")
-    )
-    assert chats > 1.5 * text  # FlexAttention
