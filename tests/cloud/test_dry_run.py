@@ -98,21 +98,13 @@ def test_files_beside_the_recipe_and_channels(tmp_path: Path, monkeypatch: pytes
     ("arguments", "error"),
     [
         ([BIG], "--region is missing, and neither AWS_REGION nor the AWS configuration sets one"),
-        ([BIG, "--region=us-east-1"], "--role is missing: the ARN of an IAM role, such as arn:"),
         ([BIG, "--dry-run"], "data.path = 'data/llama3' is a local path, which the job cannot read: copy it to S3"),
         ([BIG, "--dry-run"], "tokenizer.encoding = 'assets/llama3/tokenizer.model': no such file; create it, or add --channel"),
         ([BIG, "--dry-run", "--instance-type=p5.48xlarg"], "ml.p5.48xlarg is unknown; did you mean ml.p5.48xlarge?"),
-        ([BIG, "--dry-run", "--recipe=other.toml", *DATA], f"{BIG} other.toml: give one recipe"),
         ([BIG, "--dry-run", "--run.dir=here", *DATA], "--run.dir=here: the job sets this key itself; use --run"),
         ([BIG, "--dry-run", "--spot", "--checkpoint.resume_from=8", *DATA], "resume_from = 8: a job that was interrupted would"),
         ([LORA, "--dry-run", CHATS], "initial = 'Llama-3.1-8B-Instruct' is a local path, which the job cannot read: copy it to"),
-        (
-            [BIG, "--dry-run", "--evaluation.tasks=['piqa.jsonl']", "--evaluation.interval=10", *DATA],
-            "evaluation: the job cannot read 'piqa.jsonl'; omit",
-        ),
-        ([DEBUG, "--dry-run", "--checkpoint.export=newest"], "checkpoint.export"),
         ([BIG, "--dry-run", "--region=il-central-1"], "the account of the AWS image is unknown; set its URI with --image"),
-        ([BIG, "--dry-run", "--channel=data.path=/here"], "expected s3://BUCKET/PREFIX or fsx://FILESYSTEM/MOUNT/FOLDER"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:

@@ -270,24 +270,9 @@ def test_variables(
         assert text in f"{finding.text} -> {finding.remedy}"
 
 
-def test_variables_that_only_hurt_with_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interconnect.system, "communication_variables", lambda: {"NCCL_IB_DISABLE": "1"})
-    monkeypatch.setattr(interconnect, "known_to_nccl", lambda: NCCL)
-    assert [finding.status for finding in interconnect.variables(tmp_path)] == ["ok"]
-
-
 def test_the_names_that_a_library_has(tmp_path: Path) -> None:
     library = tmp_path / "libnccl.so.2"
     library.write_bytes(b"\x7fELF\0NCCL_IB_HCA\0ENCCL_WRONG\0set NCCL_WRONG to\0NCCL_NET\0")
     assert interconnect.known_to_nccl(library) == {"NCCL_IB_HCA", "NCCL_NET"}
     library.write_bytes(b"")
     assert interconnect.known_to_nccl(library) == interconnect.known_to_nccl(tmp_path / "missing") == set()
-
-
-def test_the_variables_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in interconnect.system.communication_variables():
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NCCL_NET", "IB")
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    found: dict[str, Any] = interconnect.system.communication_variables()
-    assert found == {"NCCL_NET": "IB"}

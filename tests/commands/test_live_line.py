@@ -58,18 +58,3 @@ def test_output_that_nobody_reads_is_reported(monkeypatch: pytest.MonkeyPatch) -
     lost = False  # the error of another file
     with pytest.raises(BrokenPipeError):
         print_line("text")
-
-
-@pytest.mark.parametrize("descriptor", [1, 2])
-def test_only_the_output_that_nobody_reads_is_discarded(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    discarded: list[tuple[int, ...]] = []
-    monkeypatch.setattr(live_line, "discard", lambda *descriptors: discarded.append(descriptors))
-    unread, written = os.pipe()
-    os.close(unread)
-    saved = os.dup(descriptor)
-    os.dup2(written, descriptor)
-    found = live_line.discard_unread_output()
-    os.dup2(saved, descriptor)
-    os.close(saved)
-    os.close(written)
-    assert (found, discarded) == (True, [(descriptor,)])

@@ -48,13 +48,6 @@ def test_nodes_are_measured_and_a_wrong_clock_is_named(ranks: Ranks) -> None:
     assert found["all nodes"].text.startswith("the job: ") and "85 expected" in found["all nodes"].text
 
 
-def test_one_node_and_uneven_nodes(ranks: Ranks) -> None:
-    assert [each.subject for each in ranks(2).run(_findings, 2, 5.0)[0]] == ["within nodes"]
-    assert [each.subject for each in ranks(1).run(_findings, 1, 5.0)[0]] == ["links"]
-    (found,) = ranks(2).run(_findings, 1, 0.0, uneven=True)[0]
-    assert found.text.startswith("the nodes have different numbers of processes")
-
-
 def _planted(slow: int) -> list[float]:
     """Groups with this rank are slow."""
     with pytest.MonkeyPatch.context() as patch:

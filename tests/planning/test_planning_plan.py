@@ -18,7 +18,7 @@ from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
 from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks, least_seconds, make_plan
-from titanlike.tools.planning.report import as_json, layout_text, result_lines
+from titanlike.tools.planning.report import as_json, layout_text
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.planning.search import SearchResult, search, write_recipe
 
@@ -107,19 +107,6 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit() -> None:
     assert make_plan(Job(changed, num_gpus), H100).fits
     assert changed.training.global_batch_size == plan.job.recipe.training.global_batch_size
     assert "the rounding of the result changes" not in found.text
-
-
-def test_a_range_names_the_published_runs_that_it_is_from() -> None:
-    plan = make_plan(Job(recipe_of("llama3_1b", parallelism__context="2"), 8), load_hardware("l40s"))
-    _, range_line, errors_line, _ = result_lines(plan)
-    for text in (
-        "published runs, held out: dense models with tensor, context",
-        "class (context, Hopper",
-        "none of them on L40S",
-    ):
-        assert text in range_line
-    assert "held out; it had " in errors_line
-    assert as_json(plan)["range_source"] in range_line
 
 
 def test_json_has_si_units_and_parts_that_add_up() -> None:
