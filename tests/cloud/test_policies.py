@@ -39,10 +39,7 @@ def test_the_user_policy_allows_the_commands(aws: Aws) -> None:
     assert {"ListTrainingJobs", "DescribeTrainingJob"} <= called
     for operation in called:
         assert statements(USER, f"sagemaker:{operation}"), operation
-    for action, key in (
-        ("PutObject", "code/a/b"),
-        ("GetObject", "runs/a/metrics.jsonl"),
-    ):
+    for action, key in (("PutObject", "code/a/b"), ("GetObject", "runs/a/metrics.jsonl")):
         assert allowed(USER, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
     assert not allowed(USER, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
 

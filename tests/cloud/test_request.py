@@ -10,10 +10,7 @@ import sagemaker_estimator
 
 from tests.cloud.settings import JOB, ROLE
 from titanlike.metrics.terminal import Console
-from titanlike.tools.clusters.sagemaker.entry import (
-    fail,
-    first_exception,
-)
+from titanlike.tools.clusters.sagemaker.entry import fail, first_exception
 from titanlike.tools.clusters.sagemaker.request import METRICS, Channel, request_for
 from titanlike.tools.clusters.sagemaker.validation import job_errors, request_errors
 

@@ -21,11 +21,7 @@ from titanlike.optim.schedule import learning_rate
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
-from titanlike.tools.migration import (
-    megatron,
-    script,
-    torchtitan,
-)
+from titanlike.tools.migration import megatron, script, torchtitan
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.formats import convert
 from titanlike.tools.migration.megatron_schedule import MegatronSchedule

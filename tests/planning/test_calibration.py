@@ -22,10 +22,7 @@ def _calibrate(path: str, ranks_per_node: int) -> list[tuple[str, int, int]]:
     return shown
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (2, 1)],
-)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (2, 1)])
 def test_writes_a_hardware_file(ranks: Ranks, tmp_path: Path, num_ranks: int, ranks_per_node: int) -> None:
     path = tmp_path / "mine.toml"
     shown = ranks(num_ranks).run(_calibrate, str(path), ranks_per_node)[0]

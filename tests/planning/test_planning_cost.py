@@ -32,14 +32,7 @@ from titanlike.tools.planning.hardware import Hardware, hardware_names, load_har
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.operators import Counts
 from titanlike.tools.planning.program import Program
-from titanlike.tools.planning.ranges import (
-    ANCHORED,
-    DENSE_ERRORS,
-    MIXTURE_ERRORS,
-    RANGES,
-    Errors,
-    Range,
-)
+from titanlike.tools.planning.ranges import ANCHORED, DENSE_ERRORS, MIXTURE_ERRORS, RANGES, Errors, Range
 from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
 from titanlike.tools.planning.workload import Passes, Workload

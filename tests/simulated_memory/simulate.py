@@ -23,13 +23,7 @@ from titanlike.recipe.distill import DistillRecipe
 from titanlike.run.distillation import Teacher, set_distillation_loss
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import (
-    WORKSPACES,
-    Memory,
-    Moment,
-    Usage,
-    fragmentation,
-)
+from titanlike.tools.planning.memory import WORKSPACES, Memory, Moment, Usage, fragmentation
 
 MICROBATCHES = 2  # of a simulated step without a pipeline: the second one finds the gradients of the first
 
