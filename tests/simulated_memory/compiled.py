@@ -32,9 +32,9 @@ def saved_by_blocks(job: Job) -> list[int]:
         model = build(job, mesh, replace(recipe.compile, backend=BACKEND))
         with (
             fake_tensors(),
-            gpu_operators("cuda", recipe.training.attention == "auto"),
+            gpu_operators(recipe.training.attention == "auto"),
             balanced_experts(job),
-            StorageTracker(read_as=1) as tracker,
+            StorageTracker() as tracker,
         ):
             model.to_empty(device=torch.device("cpu"))
             for block in blocks(model).values():

@@ -34,7 +34,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 @contextmanager
-def gpu_operators(device: str, flex: bool) -> Iterator[None]:
+def gpu_operators(flex: bool) -> Iterator[None]:
     """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass if they are not compiled,
     attention with soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and attention with
     context parallelism, which needs no mask on GPUs."""
@@ -70,9 +70,6 @@ def gpu_operators(device: str, flex: bool) -> Iterator[None]:
 
     original: Any = F.scaled_dot_product_attention
     original_norm: Any = F.rms_norm
-    if device == "cpu":
-        yield
-        return
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
         patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", dot_product_attention))

@@ -30,11 +30,6 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_read_on_host(operator: Any) -> bool:
-    """Whether an operator returns the value of a tensor as a number."""
-    return operator is torch.ops.aten._local_scalar_dense.default
-
-
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns attention with biases of the scores, or causal attention for values of another size than queries and keys. Otherwise
     fake tensors would get operators that keep all scores, which GPUs do not use."""
