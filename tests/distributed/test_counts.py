@@ -26,14 +26,17 @@ SYNCHRONIZING = {
 }  # fmt: skip
 NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 
-# Each layout with one or two recipes, and each recipe with at least one layout. QUICK is the default run, MORE the slow run.
-QUICK = [("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP"), ("llama3_1b", "CP"), ("llama3_8b", "PP")]
-MORE = [
-    ("debug", "one"), ("llama3_1b", "PP-TP"), ("llama3_8b", "HSDP"), ("llama3_8b_float8", "TP-FSDP"), ("llama3_70b", "CP-TP"),
-    ("study/baseline", "TP-FSDP"),
-]  # fmt: skip
+# Each layout with one or two recipes, and each recipe with at least one layout.
 CASES = [
-    pytest.param(*case, marks=[pytest.mark.slow] if case in MORE else [], id="-".join(case)) for case in QUICK + MORE
+    ("llama3_8b_float8", "TP"),
+    ("gpt2_124m", "FSDP"),
+    ("llama3_1b", "CP"),
+    ("llama3_8b", "PP"),
+    pytest.param("llama3_1b", "PP-TP", marks=pytest.mark.slow),
+    pytest.param("llama3_8b", "HSDP", marks=pytest.mark.slow),
+    pytest.param("llama3_8b_float8", "TP-FSDP", marks=pytest.mark.slow),
+    pytest.param("llama3_70b", "CP-TP", marks=pytest.mark.slow),
+    pytest.param("study/baseline", "TP-FSDP", marks=pytest.mark.slow),
 ]
 
 
@@ -78,20 +81,16 @@ def _compiled(recipe: PretrainRecipe) -> tuple[int, int, int]:
     return graphs[WARM], counters["stats"]["unique_graphs"] - graphs[WARM], sum(counters["graph_break"].values())
 
 
-# Compiling is slow, so the default and slow runs have fewer of these.
-COMPILED_QUICK = [("gpt2_124m", "FSDP")]
-COMPILED_MORE = [("llama3_8b_float8", "TP"), ("llama3_70b", "CP-TP"), ("llama3_1b", "PP-TP")]
-COMPILED = [
-    pytest.param(
-        *case,
-        marks=[] if case in COMPILED_QUICK else [pytest.mark.slow if case in COMPILED_MORE else pytest.mark.every],
-    )
-    for case in QUICK + MORE
-    if case[0] not in ("debug", "study/baseline")
-]
-
-
-@pytest.mark.parametrize(("name", "layout"), COMPILED)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt2_124m", "FSDP"),
+        pytest.param("llama3_8b_float8", "TP", marks=pytest.mark.slow),
+        pytest.param("llama3_70b", "CP-TP", marks=pytest.mark.slow),
+        pytest.param("llama3_1b", "PP-TP", marks=pytest.mark.every),
+        pytest.param("llama3_8b", "HSDP", marks=pytest.mark.every),
+    ],
+)
 def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     recipe = small(tmp_path, name, layout)
     for first, later, breaks in ranks(LAYOUTS[layout][0]).run(_compiled, recipe):

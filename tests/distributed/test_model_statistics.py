@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.launching import records
-from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
+from tests.parity import COMPILED, DEFAULT, DOCUMENTS, EVERY, FULL, MOE_MODELS, SELECTIVE, SLOW, Tier, rows_of
 from tests.pool import Pool, Ranks
 from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.losses import IGNORE
-from titanlike.losses.terms import LossTerms
-from titanlike.metrics import model_statistics as statistics
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.common.experts import routers
 
@@ -29,25 +26,18 @@ MODELS: dict[str, Any] = MOE_MODELS | {
     "not balanced": dataclasses.replace(MIXTRAL, balance_loss=0.0, num_experts=8),
 }
 
-# Model, layout, sections.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "HSDP": ("not balanced", dict(replicate=2, shard=2), {}),
-    "TP x FSDP": ("shared experts", dict(tensor=2, shard=2), {}),
-    "CP x TP": ("qwen3_moe", dict(context=2, tensor=2), FULL),
-    "PP zbv x TP": ("not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
-    "PP 1f1b": ("qwen3_moe", dict(pipeline=2), {}),
-    "PP zbv, a stage without experts": ("deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
-    "EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), {}),
-    "EP x FSDP, full checkpointing": ("not balanced", dict(shard=4, expert=2), FULL),
-    "MTP, CP x TP, documents": ("multi-token", dict(context=2, tensor=2), dict(data=dict(document_masks=True))),
-    "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), COMPILED | SELECTIVE),
-    "FSDP, compiled": ("not balanced", dict(shard=2), COMPILED),
-    "dense, CP x TP": ("llama", dict(context=2, tensor=2), {}),
+# The tier, the model, the layout and other sections.
+CASES: dict[str, tuple[Tier, str, dict[str, Any], dict[str, Any]]] = {
+    "HSDP": (SLOW, "not balanced", dict(replicate=2, shard=2), {}),
+    "TP x FSDP": (DEFAULT, "shared experts", dict(tensor=2, shard=2), {}),
+    "PP zbv x TP": (DEFAULT, "not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
+    "PP 1f1b": (SLOW, "qwen3_moe", dict(pipeline=2), {}),
+    "PP zbv, a stage without experts": (EVERY, "deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
+    "EP x TP": (SLOW, "multi-token", dict(shard=2, tensor=2, expert=2), {}),
+    "MTP, CP x TP, documents": (DEFAULT, "multi-token", dict(context=2, tensor=2), DOCUMENTS),
+    "MTP, TP x FSDP, compiled, selective": (EVERY, "multi-token", dict(tensor=2, shard=2), COMPILED | SELECTIVE),
+    "dense, CP x TP": (EVERY, "llama", dict(context=2, tensor=2), {}),
 }
-
-# Those of the default and of the slow tests; the others run with `-m every`.
-QUICK = ("TP x FSDP", "PP zbv x TP", "MTP, CP x TP, documents")
-SLOW = ("HSDP", "EP x TP", "PP 1f1b")
 
 
 def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
@@ -57,9 +47,10 @@ def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
     return [{name: record[name] for name in TERMS if name in record} for record in found]
 
 
-@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_every_layout_records_what_one_process_records(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    model, layout, sections = CASES[case]
+@pytest.mark.parametrize(("model", "layout", "sections"), rows_of(CASES))
+def test_every_layout_records_what_one_process_records(
+    ranks: Ranks, tmp_path: Path, model: str, layout: dict[str, Any], sections: dict[str, Any]
+) -> None:
     sizes = dict(steps=2, z_loss=Z_LOSS, loss_chunk=20)
     data = {name: value for name, value in sections.items() if name == "data"}
     one = tiny(tmp_path, "one", model=MODELS[model], training=sizes | dict(local_batch_size=8), **data)
@@ -164,15 +155,6 @@ def test_statistics_equal_plain_loops(ranks: Ranks, tmp_path: Path, checkpointed
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
     assert 1 < found["experts/max_load"] <= 8 and 0 < found["experts/entropy"] < 1
-
-
-@pytest.mark.usefixtures("alone")
-def test_terms_are_summed_over_all_ranks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a stage without the loss, which has no sums."""
-    calls: list[Any] = []
-    monkeypatch.setattr(statistics, "all_reduce_sum", lambda sums, groups: calls.append((sums.dtype, groups)) or sums)
-    statistics.ModelStatistics(torch.nn.Identity(), torch.device("cpu"), LossTerms(["z_loss"]), 0).measure()
-    assert calls == [(torch.float64, [dist.group.WORLD])]
 
 
 def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_path: Path) -> None:

@@ -25,10 +25,7 @@ def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
     "layout",
     [
         dict(shard=1, tensor=2),
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (dict(shard=2, tensor=2), dict(pipeline=2, shard=2))
-        ),
+        pytest.param(dict(pipeline=2, shard=2), marks=pytest.mark.slow),
     ],
 )
 def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layout: dict[str, int]) -> None:

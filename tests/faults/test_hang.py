@@ -152,31 +152,6 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     assert "in exchange" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
 
 
-@pytest.mark.slow
-def test_single_process_reports_its_location(tmp_path: Path) -> None:
-    write_copy(tmp_path, "            run.measure()", "            if step == 4:\n                time.sleep(1000)\n")
-    done = run(tmp_path, "own.toml", **ENDLESS)
-    assert done.returncode == 3, done.stderr
-    assert "at step 4 (run.hang_timeout = 5)\nerror: the process waits in main (" in done.stderr
-    assert 'own.py", line ' in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
-
-
-@pytest.mark.slow
-def test_no_alarm_during_long_validation_and_saving(tmp_path: Path) -> None:
-    """Validation takes longer than the hang timeout, and longer on one rank than on the other."""
-    slow = """
-        def slow(*arguments):
-            time.sleep(4 + 3 * mesh.data_rank)
-            return validate(*arguments)
-        run.on_validation(slow, data.validation, mesh)
-"""
-    write_copy(tmp_path, "        run.find_checkpoint(", slow)
-    options = ENDLESS | {"training.steps": "6", "run.hang_timeout": "2", "validation.interval": "3"}
-    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "runs/r/hang").exists()
-
-
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_others_wait_for_an_export_longer_than_for_a_collective(
     starter: Starter, tmp_path: Path, fails: bool
