@@ -1,21 +1,25 @@
-"""What a run records of its model: the balance of experts and the terms of the loss, against plain loops and under every kind of
-layout."""
+"""What a run records of its model under every layout: the balance of experts, terms of the loss, statistics of parameters, and the
+accuracy of masked tokens."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.launching import records
 from tests.parity import COMPILED, DEFAULT, DOCUMENTS, EVERY, FULL, MOE_MODELS, SELECTIVE, SLOW, Tier, rows_of
 from tests.pool import Pool, Ranks
-from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
+from tests.training import BERT, LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.losses import IGNORE
+from titanlike.losses.accuracy import LossAndAccuracy, num_correct
+from titanlike.losses.chunked import Logits
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.common.experts import routers
 
@@ -165,3 +169,83 @@ def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_pa
         for n in (1, 2)
     )
     assert second == [each[0], each[1], each[3]]
+
+
+INTERVAL = 2
+
+
+def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
+    return {
+        (record["step"], name): value
+        for record in records(folder)
+        for name, value in record.items()
+        if name.startswith("layers/")
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(shard=1, tensor=2),
+        pytest.param(dict(pipeline=2, shard=2), marks=pytest.mark.slow),
+    ],
+)
+def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layout: dict[str, int]) -> None:
+    metrics = dict(layer_interval=INTERVAL)
+    expected = tiny(tmp_path, "one", metrics=metrics)
+    train(ranks(1), expected)
+    sharded = tiny(tmp_path, "sharded", metrics=metrics, parallelism=layout)
+    train(ranks(world_size(sharded)), sharded)
+    one, other = statistics_of(tmp_path / "one"), statistics_of(tmp_path / "sharded")
+    assert {step for step, _ in one} == {2, 4}
+    assert len(one) == 2 * 3 * (3 * 9 + 3)  # steps, statistics, parameters of the blocks and around them
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert other[key] == pytest.approx(value, rel=2e-3, abs=1e-7), key
+    ratios = [value for (_, name), value in one.items() if "update_ratio" in name]
+    assert all(0 < ratio < 1 for ratio in ratios)
+    last = [record for record in records(tmp_path / "sharded") if "loss" in record][-1]
+    assert last["max_memory_gib"] >= 0.999 * last["memory_gib"] > 0  # gathered in float32, and rounded
+    assert 0 <= last["slowest_rank"] < world_size(sharded)
+    assert last["slowest_rank_ratio"] >= 1
+
+
+def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str, float]:
+    """Returns what validations after training on few tokens have recorded."""
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    training = dict(steps=4, local_batch_size=2, loss_chunk=7)
+    optimizer = dict(lr=3e-2)
+    recipe = tiny(folder, name, model=BERT, parallelism=parallelism, training=training, optimizer=optimizer,
+                  validation=dict(interval=4, batches=6))  # fmt: skip
+    ranks(world_size(recipe)).run(train_on_rank, recipe)
+    [found] = [record for record in records(folder / name) if "validation_accuracy" in record]
+    return {key: found[key] for key in ("validation_loss", "validation_accuracy")}
+
+
+def count_on_rank(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, list[float]]:
+    """Returns what this rank finds with its shard of the vocabulary: the number of correct labels, and the values of a head."""
+    group = dist.group.WORLD
+    shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    head = LossAndAccuracy(chunk=5, vocab_group=group)
+    return int(num_correct(shard, labels, group)), head(Logits(shard[None]), labels[None]).tolist()
+
+
+def test_ranks_that_share_a_vocabulary_find_the_largest_logit(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 12), torch.randint(0, 12, (40,))
+    labels[:20] = logits[:20].argmax(-1)
+    correct = int((logits.argmax(-1) == labels).sum())
+    loss = float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    for found, (of_head, number) in ranks(2).run(count_on_rank, logits, labels):
+        assert found == number == correct >= 20
+        assert of_head == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [dict(context=2), dict(pipeline=2, tensor=2)], ids=str)
+def test_the_accuracy_is_that_of_one_process(ranks: Ranks, tmp_path: Path, layout: dict[str, int]) -> None:
+    expected = validated(ranks, tmp_path, "one")
+    found = validated(ranks, tmp_path, "run", **layout)
+    assert 0.0 < expected["validation_accuracy"] < 1.0
+    assert found["validation_accuracy"] == pytest.approx(expected["validation_accuracy"], abs=1e-9)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
