@@ -112,9 +112,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
             parallelism=Parallelism(shard=2), schedule=dict(warmup_steps=0, decay="none"),
         )  # fmt: skip
 
-    whole = train(ranks(2), run("whole", 5))
-    train(ranks(2), run("parts", 3))
-    parts = train(ranks(2), run("parts", 5))
+    whole = train(ranks(2), run("whole", 3))
+    train(ranks(2), run("parts", 2))
+    parts = train(ranks(2), run("parts", 3))
     assert_equal_state(parts.state, whole.state)
     assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
     for key in ("kl", "cross_entropy", "validation_kl", "validation_cross_entropy"):
@@ -122,7 +122,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
     assert recorded(tmp_path / "whole", "kl") == recorded(tmp_path / "parts", "kl")
     loss, divergence, cross_entropy = (recorded(tmp_path / "whole", key)[0] for key in ("loss", "kl", "cross_entropy"))
     assert loss == pytest.approx((divergence + cross_entropy) / 2, rel=1e-6)
-    changed = distillation_recipe(tmp_path, "parts", training=dict(steps=6), parallelism=Parallelism(shard=2))
+    changed = distillation_recipe(tmp_path, "parts", training=dict(steps=4), parallelism=Parallelism(shard=2))
     with pytest.raises(AssertionError, match=r'distillation\.teacher was ".*/teacher", now "random"\. Restore'):
         ranks(2).run(train_on_rank, changed)
 
@@ -154,14 +154,14 @@ def test_the_likeliest_tokens_are_computed_once(ranks: Ranks, tmp_path: Path) ->
             distillation=teacher | dict(top_k=top_k), schedule=dict(warmup_steps=0, decay="none"), **sections,
         )  # fmt: skip
 
-    whole = train(ranks(2), run("whole", 4, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
-    assert_same(train(ranks(2), run("logits", 4, 0, parallelism=Parallelism(shard=2))), whole)
-    train(ranks(2), run("parts", 2, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
+    whole = train(ranks(2), run("whole", 2, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
+    assert_same(train(ranks(2), run("logits", 2, 0, parallelism=Parallelism(shard=2))), whole)
+    train(ranks(2), run("parts", 1, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
     with mock.patch("titanlike.run.distillation.build_frozen_model", side_effect=AssertionError("not in the cache")):
-        parts = train(ranks(2), run("parts", 4, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
+        parts = train(ranks(2), run("parts", 2, LLAMA.vocab_size, parallelism=Parallelism(shard=2)))
     assert_equal_state(parts.state, whole.state)
     assert parts.losses == whole.losses
-    assert_same(train(ranks(1), run("other", 4, LLAMA.vocab_size)), whole)
+    assert_same(train(ranks(1), run("other", 2, LLAMA.vocab_size)), whole)
     assert len(list((tmp_path / "cache/distillation").glob("teacher-*"))) == 1  # it does not depend on the layout
 
 

@@ -85,11 +85,16 @@ def test_label_smoothing_matches_a_plain_loop(
     assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
 
 
-def test_validation_reports_the_cross_entropy(ranks: Ranks, tmp_path: Path) -> None:
-    own, without = (recipe_of(tmp_path, name, {}, optimizer=dict(lr=1e-12)) for name in ("own", "without"))
-    found, plain = trained(ranks, own), train(ranks(1), without)  # which do not move the model
-    assert found.losses != plain.losses
-    assert found.validation == plain.validation
+def test_validation_reports_the_cross_entropy_alone(ranks: Ranks, tmp_path: Path) -> None:
+    still = dict(optimizer=dict(lr=1e-12))  # does not move the model
+    plain = train(ranks(1), recipe_of(tmp_path, "plain", {}, **still))
+    own = trained(ranks, recipe_of(tmp_path, "own", {}, **still))
+    z_loss = train(ranks(1), recipe_of(tmp_path, "z-loss", {}, training=dict(z_loss=0.1), **still))
+    assert own.losses != plain.losses
+    # An untrained model has logits near 0: their log-sum-exp is near log(320) = 5.77.
+    terms = [loss - without for loss, without in zip(z_loss.losses, plain.losses, strict=True)]
+    assert terms == pytest.approx([0.1 * 5.77**2] * 3, rel=0.02)
+    assert own.validation == plain.validation == pytest.approx(z_loss.validation, rel=1e-6)
 
 
 def parallelized(loss: Any = None, *, model: nn.Module | None = None, **training: Any) -> nn.Module:
