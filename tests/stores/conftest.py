@@ -17,8 +17,10 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests.faults.conftest import _kill_remaining_processes, starter, undisturbed  # noqa: F401  fixtures
 from tests.forkserver import ROOT
 from tests.launching import free_port
+from tests.stores.proxy import Proxy
 
 # Azurite's account and key, which its documentation publishes.
 ACCOUNT = "devstoreaccount1"
@@ -34,6 +36,7 @@ class Bucket:
     url: str
     files: Any  # fsspec's file system
     root: str
+    proxy: Proxy
 
     def names(self, folder: str) -> set[str]:
         """The objects below a folder."""
@@ -105,19 +108,19 @@ def variables(port: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session", params=[s3, gs, az], ids=lambda serve: serve.__name__)
-def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
-    """The protocol and the port of a store."""
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Proxy]]:
+    """The protocol of a store, and the proxy through which clients reach it."""
     with request.param() as port:
-        yield request.param.__name__, port
+        yield request.param.__name__, Proxy(port)
 
 
 @pytest.fixture
-def bucket(store: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    protocol, port = store
-    for name, value in variables(port).items():
+def bucket(store: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    protocol, proxy = store
+    for name, value in variables(proxy.port).items():
         monkeypatch.setenv(name, value)
     fsspec.config.set_conf_env(fsspec.config.conf)  # read once, when fsspec is imported
     url = f"{protocol}://bucket-{next(NUMBERS)}"
     files, root = fsspec.core.url_to_fs(url)
     files.mkdir(root)
-    return Bucket(url, files, root)
+    return Bucket(url, files, root, proxy)

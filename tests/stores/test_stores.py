@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.faults.faulty import Fault
+from tests.faults.starting import Starter
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
 from tests.launching import SMALL, losses, run
 from tests.stores.conftest import Bucket
 from titanlike.checkpoint.remote import RemoteStore
@@ -19,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),  # of aiohttp, by adlfs
 ]
 
+REMOTE = "titanlike.checkpoint.remote.RemoteStore"
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json")
 
 
@@ -74,6 +78,26 @@ def test_a_run_resumes_bit_exactly(bucket: Bucket, tmp_path: Path) -> None:
     assert "falling back to the previous checkpoint" in again.stderr
     assert "resumed at step 4\n" in again.stdout
     assert losses(tmp_path / "runs/r") == expected and set(expected) == set(range(1, 7))
+
+
+def test_a_store_that_is_lost_during_a_save(
+    bucket: Bucket, starter: Starter, undisturbed: Trained, tmp_path: Path
+) -> None:
+    """The run stops after the retries of the client, and resumes when the store is there again."""
+    options = {"checkpoint.dir": f"{bucket.url}/remote", "checkpoint.mode": "sync", "checkpoint.max_failures": "1"}
+    job = starter.start(tmp_path, Fault(f"{REMOTE}.begin", step=4, do="mark four, await gone"), **options)
+    job.wait_for(tmp_path / "four.mark")
+    bucket.proxy.closed = True
+    (tmp_path / "gone.mark").touch()
+    try:
+        assert job.wait(seconds=400) == [2, 2], job.output
+    finally:
+        bucket.proxy.closed = False
+    assert "error: the save failed: " in job.output
+    assert "the last valid checkpoint is of step 2\n" in job.output
+    assert "resumed at step 2\n" in resume(starter, tmp_path, **options).output
+    bucket.download("remote/run", tmp_path / "copy")
+    assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "copy")
 
 
 def test_a_run_reads_text_and_sends_tensorboard_events(bucket: Bucket, tmp_path: Path) -> None:
