@@ -14,10 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from tests.interop.models import MemoryWeights, model_of
 from tests.losses import linear_cross_entropy
-from tests.parity import ALL_GATHER, COMPILED, DEFAULT, EVERY, FLOAT8, FULL, SELECTIVE, SLOW, Tier, rows_of
+from tests.parity import (
+    ALL_GATHER,
+    COMPILED,
+    DEFAULT,
+    EVERY,
+    FLOAT8,
+    FULL,
+    SELECTIVE,
+    SLOW,
+    Tier,
+    parallelism_of,
+    rows_of,
+)
 from tests.pool import Ranks
 from tests.training import GEMMA2, QWEN2, QWEN3, Observer, build, full_tensor, tiny, world_size
-from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import matmul_of
@@ -47,7 +58,7 @@ def recipe_for(
     training = dict(local_batch_size=2, steps=3) | sections.pop("training", {})
     sections = dict(validation=dict(interval=3, batches=1)) | sections
     return tiny(
-        folder, name, model=model, parallelism=Parallelism(**layout), float8=float8, optimizer=optimizer, training=training,
+        folder, name, model=model, parallelism=parallelism_of(layout), float8=float8, optimizer=optimizer, training=training,
         **sections,
     )  # fmt: skip
 

@@ -175,9 +175,7 @@ def test_a_job_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.M
 
 
 MISTAKE = """
-import atexit, sys
-import torch
-import torch.distributed as dist
+import atexit, sys, time
 from titanlike.config import UserError
 from titanlike.distributed import process_group
 
@@ -186,6 +184,7 @@ with process_group.session("cpu"):
     process_group.barrier()
     if process_group.is_main():
         raise UserError("a mistake")
+    time.sleep(1)
 """
 
 
@@ -196,6 +195,5 @@ def test_a_mistake_on_one_rank_ends_its_process_without_finalizing_the_interpret
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as threads:
         places = [variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        first, second = threads.map(lambda place: python(tmp_path, "mistake.py", variables=place), places)
+        first, _ = threads.map(lambda place: python(tmp_path, "mistake.py", variables=place), places)
     assert (first.returncode, first.stderr) == (2, "error: a mistake\n")
-    assert "the interpreter finalizes" in second.stderr
