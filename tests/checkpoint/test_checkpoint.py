@@ -12,9 +12,7 @@ from tests.checkpoints import MACHINE, drop_last, saved_by
 from tests.launching import records
 from tests.pool import Ranks, user_error
 from tests.training import GPT_, resume, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
-from titanlike.config.sections import Checkpoint
 from titanlike.config.shipped import train_command
 from titanlike.run.run import Run
 from titanlike.run.run_dir import RunDirectory, _best_validation, machine_metadata
@@ -104,21 +102,6 @@ def test_a_resumed_run_has_the_records_of_an_uninterrupted_run(ranks: Ranks, tmp
         file.write(b'5\n{"step": 9, "lo\xff')  # as after a kill or on a full disk
     train(ranks(1), recipe)
     assert recorded() == [1, 4, 8, 10]
-
-
-def test_a_deleted_run_directory_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
-    with pytest.raises(
-        AssertionError,
-        match=r"the save failed: .*checkpoints does not exist: the run directory was moved or deleted .*; there is no checkpoint",
-    ):
-        ranks(1).run(_save_into, tmp_path / "gone" / "checkpoints")
-
-
-def _save_into(folder: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    saved = CheckpointMetadata(1, {}, "", {}, {})
-    with CheckpointManager(str(folder), Checkpoint(max_failures=1)) as checkpoints:
-        checkpoints.save(model, torch.optim.AdamW(model.parameters()), saved, wait=True)
 
 
 def test_the_shutdown_message_shows_how_to_resume(ranks: Ranks, tmp_path: Path) -> None:
