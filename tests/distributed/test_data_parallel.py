@@ -97,7 +97,7 @@ def test_last_microbatch_matches_each_microbatch(
     sections = {"training": dict(steps=2)} | sections
     results = []
     for sync in ("each_microbatch", "last_microbatch"):
-        recipe = tiny(tmp_path, sync, parallelism=Parallelism(gradient_sync=sync, **layout), **sections)  # type: ignore[arg-type]
+        recipe = tiny(tmp_path, sync, parallelism=Parallelism(gradient_sync=sync, **layout), **sections)
         results.append(train(ranks(world_size(recipe)), recipe))
     each, last = results
     accumulates_in_bfloat16 = "reduce_dtype" in sections["training"]
