@@ -1223,13 +1223,20 @@ def mesh_of(layout: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=tuple(sizes))
 
 
-def rank_record(name: str, planted: bool) -> ProcessRecord:
-    """Runs a case as a rank of a pool."""
+def rank_records(name: str) -> list[ProcessRecord]:
+    """Runs a case as a rank of a pool, without the bug and with it."""
     state = torch.get_rng_state()
     try:
-        return record(BUGS[name].build(planted), mesh_of(BUGS[name].layout), steps=2)
+        return [record(BUGS[name].build(planted), mesh_of(BUGS[name].layout), steps=2) for planted in (False, True)]
     finally:
         torch.set_rng_state(state)
+
+
+@functools.lru_cache(maxsize=1)
+def records(name: str, ranks: Callable[[int], Pool]) -> tuple[ProcessRecord, list[list[ProcessRecord]]]:
+    """Returns the record of one process, in which no bug is planted, and those of each rank."""
+    world_size = math.prod(parse_mesh(BUGS[name].layout).values())
+    return record(BUGS[name].build(False), steps=2), ranks(world_size).run(rank_records, name)
 
 
 def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
@@ -1237,10 +1244,10 @@ def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
     if BUGS[name].layout == COMPILE:
         return verify_compiled(BUGS[name].build(planted))
     sizes = parse_mesh(BUGS[name].layout)
-    functions = BUGS[name].build(planted)
-    one = record(functions, steps=2)
-    found = ranks(math.prod(sizes.values())).run(rank_record, name, planted)
-    return compare_records(one, found, sizes, batch_dimensions(functions, sizes))
+    one, found = records(name, ranks)
+    return compare_records(
+        one, [each[planted] for each in found], sizes, batch_dimensions(BUGS[name].build(planted), sizes)
+    )
 
 
 def table(measured: dict[str, Any]) -> str:
@@ -1265,11 +1272,11 @@ def main() -> int:
     pools: dict[int, Pool] = {}
     measured: dict[str, Any] = {}
     failures = 0
+
+    def ranks(world_size: int) -> Pool:
+        return pools.setdefault(world_size, Pool(world_size))
+
     for name in arguments.names or BUGS:
-
-        def ranks(world_size: int) -> Pool:
-            return pools.setdefault(world_size, Pool(world_size))
-
         accepted = check(name, False, ranks)
         result = check(name, True, ranks)
         print(f"{name} ({BUGS[name].layout})", *str(result.finding or "NOT FOUND").splitlines(), sep="\n  ", flush=True)
