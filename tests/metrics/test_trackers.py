@@ -29,7 +29,7 @@ from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import Records
 from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
 from titanlike.recipe import PretrainRecipe
-from titanlike.run.checks import check_machine, check_recipe
+from titanlike.run.checks import check_machine
 
 
 class Recorder:
@@ -352,13 +352,8 @@ def test_missing_packages_are_refused_before_training(monkeypatch: pytest.Monkey
         UserError, match=r"names 'wandb', which is not installed; run: pip install \"titanlike\[wandb\]\""
     ):
         check_machine(PretrainRecipe(metrics=Metrics(trackers=("wandb",))))
-    with pytest.raises(UserError, match=r"metrics\.trackers names 'tensorboard' twice; name it once"):
-        check_recipe(PretrainRecipe(metrics=Metrics(trackers=("tensorboard", "tensorboard"))), 1)
     with pytest.raises(UserError, match=r"metrics\.tensorboard_dir = 'nowhere://events': Protocol not known: nowhere"):
         check_machine(PretrainRecipe(metrics=Metrics(tensorboard_dir="nowhere://events")))
-    for wrong in ("9400", ":9400", "localhost:", "localhost:0", "localhost:65536", "localhost:x"):
-        with pytest.raises(UserError, match=f"metrics.prometheus = '{wrong}' is not an address and a port"):
-            check_recipe(PretrainRecipe(metrics=Metrics(prometheus=wrong)), 1)
 
 
 def test_ids_of_services_belong_to_a_run_of_one_name(tmp_path: Path) -> None:
