@@ -1,7 +1,5 @@
 """Float8 layer selection, validation and numerics in a single process."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,19 +169,6 @@ def test_scales_in_float32_are_near_those_in_float64(dtype: torch.dtype) -> None
         torch.testing.assert_close(found.double(), in_float64, rtol=2**-22, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_last_bits_of_a_scale_do_not_change_the_error(dtype: torch.dtype) -> None:
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    scale = scale_of(x.abs().max(), dtype)
-
-    def error(scale: Tensor) -> float:
-        rounded = (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
-        return (rounded - x).norm().item()
-
-    for units in (-4, -1, 1, 4):  # eager code has two, and compiled code on a GPU divides less exactly
-        assert error(scale * (1 + units * 2**-23)) == pytest.approx(error(scale), rel=1e-5)
-
-
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_matches_manual_rounding(scaling: Any, bias: bool) -> None:
@@ -291,13 +276,6 @@ def test_selective_checkpointing_keeps_maxima() -> None:
     with Operations() as operations:
         block["0"](torch.randn(32, 64)).sum().backward()
     assert operations.counts["max"] == 3  # of the input, the weight and the gradient
-
-
-@pytest.mark.slow
-def test_import_prints_nothing() -> None:
-    code = "import titanlike.float8.linear, titanlike.float8.mx, titanlike.float8.all_gather"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
 
 
 def test_operations_of_fsdp_and_of_initialization_keep_the_wrapper() -> None:

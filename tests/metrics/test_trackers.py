@@ -27,7 +27,7 @@ from titanlike.config.sections import Metrics
 from titanlike.metrics import services, trackers
 from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import Records
-from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values, tag
+from titanlike.metrics.trackers import BackgroundTracker, RunInfo, Values
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks import check_machine
 
@@ -112,13 +112,6 @@ def test_a_tracker_that_fails_is_disabled_and_says_so_once() -> None:
     missing.log(1, {})
     missing.close(time.monotonic() + 60)
     assert messages(missing) == ["warning: T is disabled, training continues: No module named 'no_such_package'"]
-
-
-def test_tags_have_groups() -> None:
-    names = ["loss", "validation_loss", "save_seconds", "evaluation/text/loss"]
-    assert [tag(name) for name in names] == [
-        "train/loss", "validation/loss", "checkpoint/save_seconds", "evaluation/text/loss",
-    ]  # fmt: skip
 
 
 def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: Path) -> None:
