@@ -190,23 +190,6 @@ def test_the_command_line_disables_what_the_file_sets_and_is_itself_checked(tmp_
     )
 
 
-@pytest.mark.parametrize("extends", [False, True])
-def test_what_loses_its_effect_with_another_key_is_ignored_too(tmp_path: Path, extends: bool) -> None:
-    base, file = tmp_path / "base.toml", tmp_path / "recipe.toml"
-    base.write_text(
-        '[data]\nsource = "text"\nmixture = ["a", "b"]\nweights = [1.0, 2.0]\n'
-        "[profiling]\nsteps = [500]\nnum_steps = 2\n[training]\nsteps = 1000\n"
-    )
-    file.write_text('extends = "base.toml"\n[data]\nsource = "synthetic"\n[training]\nsteps = 100\n')
-    lines: list[str] = []
-    overrides = {} if extends else {"data.source": "synthetic", "training.steps": "100"}
-    recipe = load(PretrainRecipe, file if extends else base, overrides, on_ignored=lines.append)
-    assert (recipe.data.mixture, recipe.data.weights) == ((), ())
-    assert (recipe.profiling.steps, recipe.profiling.num_steps) == ((), 3)
-    assert len(lines) == 4
-    check_recipe(recipe, 1)
-
-
 def test_options_further_right_disable_those_before_them(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text("")

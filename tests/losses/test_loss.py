@@ -148,17 +148,6 @@ def test_z_loss_and_its_gradients_match_torch(chunk: int, z_loss: float) -> None
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), gradients)
 
 
-def test_z_loss_of_logits_matches_torch() -> None:
-    x, weight, labels = inputs()
-    logits = (x @ weight.t()).detach().requires_grad_()
-    exact = logits.detach().double().requires_grad_()
-    expected = z_loss_reference(exact, labels, 0.1)
-    loss = linear_cross_entropy(logits, None, labels, z_loss=0.1)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, exact)[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("chunk", "z_loss", "backend"), [(0, 0.1, ""), (7, 0.0, ""), (7, 0.1, ""), (7, 0.1, "aot_eager_decomp_partition")]
 )

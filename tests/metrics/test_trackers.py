@@ -57,17 +57,6 @@ def messages(tracker: BackgroundTracker) -> list[str]:
     return found
 
 
-def test_records_reach_the_tracker_in_order(tmp_path: Path) -> None:
-    recorder = Recorder()
-    tracker = BackgroundTracker("T", lambda: recorder)
-    for step in range(5):
-        tracker.log(step, {})
-    recorder.go.set()
-    tracker.begin_close()
-    tracker.close(time.monotonic() + 60)
-    assert (recorder.steps, recorder.closed, messages(tracker)) == ([0, 1, 2, 3, 4], True, ["T       here"])
-
-
 def test_a_slow_tracker_misses_records_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "QUEUE_SIZE", 4)
     recorder = Recorder()

@@ -20,7 +20,6 @@ from titanlike.models.common.config import TransformerConfig
 from titanlike.models.common.document_mask import (
     BLOCK_SIZE,
     DocumentMask,
-    block_mask_attention,
     compiled_flex_attention,
     document_block_mask,
     document_dense_mask,
@@ -146,21 +145,6 @@ def test_attention_with_sinks_equals_that_with_a_further_key(
     probe = torch.randn(found.shape)
     gradients = [torch.autograd.grad((out * probe).sum(), [*inputs, sinks]) for out in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_flex_attention_equals_dense_attention(flex_on_cpu: pytest.MonkeyPatch, kv_heads: int, ranks: int) -> None:
-    length = 320
-    ids = documents(length, 60)
-    q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, kv_heads, kv_heads))
-    for rank in range(ranks):
-        local = zigzag(length, ranks, rank) if ranks > 1 else torch.arange(length)
-        arguments = local, torch.arange(length), ids[:, local], ids
-        found = block_mask_attention(q[:, :, local], k, v, document_block_mask(*arguments))
-        dense = document_dense_mask(*arguments)
-        expected = F.scaled_dot_product_attention(q[:, :, local], k, v, attn_mask=dense, enable_gqa=True)
-        torch.testing.assert_close(found, expected)
 
 
 def model_of(config: TransformerConfig, flex: bool | None = None) -> nn.Module:

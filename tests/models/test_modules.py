@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.training import GPT_, LLAMA, MIXTRAL, Operations
-from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.models.common.init import initialize
 from titanlike.models.common.layers import TiedLMHead
@@ -228,13 +227,6 @@ def test_mixed_precision_of_a_module_of_a_user(compiled: bool) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
-
-
-def test_a_layer_without_a_parent_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"a Linear cannot be replaced in place; pass a module that contains it, such as"
-    ):
-        apply_mixed_precision(nn.Linear(2, 2), torch.bfloat16)
 
 
 def test_a_module_that_is_used_twice_stays_one_module() -> None:

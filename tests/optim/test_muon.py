@@ -1,6 +1,5 @@
 """Muon in one process, parameter groups of a recipe, and what is refused."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -102,27 +101,6 @@ def test_groups_of_parameters() -> None:
         ({f"layers.{index}.attention.wk.weight" for index in (0, 1)}, 0.05, 0.0),
         ({f"layers.{index}.{name}.weight" for index in (0, 1) for name in block}, 0.2, 0.1),
     ]
-
-
-def test_the_state_can_be_saved_and_loaded_by_torch() -> None:
-    models = [build_model(MODEL) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    section = Optimizer(groups=(MUON,))
-    first, second = (build_optimizer(model, section) for model in models)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-
-    step(models[0], first, 0)
-    models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for model, optimizer in zip(models, (first, second), strict=True):
-        step(model, optimizer, 1)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_groups_in_a_recipe(tmp_path: Path) -> None:
