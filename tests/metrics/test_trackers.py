@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,13 +204,6 @@ def test_tensorboard_events_are_sent_again_to_a_store_that_failed(
     ]
     store.get("/events/b", str(tmp_path / "copy"), recursive=True)
     assert [step for step, _ in scalars(tmp_path / "copy")] == [1, 2, 3]
-
-    upload = services.EventUpload(tmp_path / "b/tensorboard", "memory://events/d")
-    for number, case in enumerate(((True, True), (True, False), (False, False), (True, True))):
-        lost, is_reported = case
-        (tmp_path / f"b/tensorboard/{number}").touch()
-        with pytest.raises(trackers.Retried) if is_reported else nullcontext():
-            upload.upload()
 
     lost = True  # until the end
     run = RunInfo(tmp_path / "c", 1, "p", "memory://events", {})
