@@ -231,15 +231,11 @@ def check_steps(guard: NonFiniteGuard, values: list[float]) -> None:
 
 
 @pytest.mark.usefixtures("delayed", "alone")
-def test_a_non_finite_step_is_detected_at_the_next_step() -> None:
+def test_a_non_finite_step_is_detected_at_the_next_step_and_the_last_one_by_flush() -> None:
     guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, 2.0, float("nan")])
     with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
         guard.should_step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0), torch.tensor(1))
-
-
-@pytest.mark.usefixtures("delayed", "alone")
-def test_a_non_finite_last_step_is_detected_by_flush() -> None:
     guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, float("inf")])
     with pytest.raises(UserError, match="step 2: "):

@@ -57,12 +57,8 @@ from titanlike.run.start import start as start_program
 from titanlike.utils.rng import seed_generators
 
 STEPS, SEED, SKIPPED, OVERFLOW = 9, 3, 2, 5
-DUE = {
-    "validation": 2,
-    "save": 2,
-    "sample": 3,
-    "evaluation": 4,
-}  # intervals, of which none but the third divides the last step
+# Intervals, of which none but the third divides the last step.
+DUE = {"validation": 2, "save": 2, "sample": 3, "evaluation": 4}
 COMMON: dict[str, Any] = {
     "run.seed": SEED, "run.device": "cpu", "run.dir": "runs", "data.source": "synthetic", "data.prefetch": 3,
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.vocab_size": 320,
@@ -621,13 +617,8 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
         assert_called(start.one("build_dataloaders"), validate=True)
         assert_called(start.one("NonFiniteGuard.__init__"), skipped=[SKIPPED], loss_scale=saved.loss_scale)
         names = [call.name for call in start.calls]
-        in_order = [
-            "check_resume",
-            "build_model",
-            "CheckpointManager.register",
-            "CheckpointManager.load",
-            "RunDirectory.open",
-        ]
+        in_order = ["CheckpointManager.register", "CheckpointManager.load", "RunDirectory.open"]
+        in_order = ["check_resume", "build_model", *in_order]
         assert sorted(in_order, key=names.index) == in_order
 
 
@@ -635,11 +626,6 @@ def test_a_run_starts_from_given_weights(runs: Runs) -> None:
     names = [call.name for call in runs.initial.calls]
     assert names.index("build_optimizer") < names.index("seed_generators") < names.index("RunDirectory.open")
     loaded = runs.initial["load_initial"][-1]
-    assert_called(
-        loaded,
-        model=runs.initial.model,
-        initial="runs/whole",
-        config=runs.initial.recipe.model,
-        allow_changed=("data.path",),
-    )
+    config = runs.initial.recipe.model
+    assert_called(loaded, model=runs.initial.model, initial="runs/whole", config=config, allow_changed=("data.path",))
     assert not any(start["load_initial"] for start in (runs.whole, runs.failed, runs.signalled, runs.last))
