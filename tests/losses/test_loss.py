@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.losses import linear_cross_entropy, reference, weight_gradient_errors
-from tests.training import Observer, Operations
+from tests.training import Operations
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
@@ -110,23 +111,25 @@ def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:
         torch.testing.assert_close(found, expected)
 
 
-class Results(Observer):
-    """Records the sizes of the results of all operations, and those of them that have memory of their own."""
+class Results(TorchDispatchMode):
+    """Records the sizes of the results of all operations, and the sizes and dtypes of those that have memory of their own."""
 
     def __init__(self) -> None:
-        super().__init__(self.record)
+        super().__init__()
         self.sizes: list[int] = []
-        self.new: list[Tensor] = []
+        self.new: list[tuple[int, torch.dtype]] = []
 
-    def record(self, func: Any, args: Any, result: Any) -> None:
-        before = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.sizes += [x.numel() for x in made]
-        self.new += [x for x in made if x.untyped_storage().data_ptr() not in before]
+        self.new += [(x.numel(), x.dtype) for x in made if x.untyped_storage().data_ptr() not in before]
+        return out
 
     def dtypes(self, size: int) -> list[torch.dtype]:
         """Returns the dtypes of new tensors with this number of elements."""
-        return [x.dtype for x in self.new if x.numel() == size]
+        return [dtype for numel, dtype in self.new if numel == size]
 
 
 def z_loss_reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
