@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.preferences import write_pairs
 from tests.training import changed
 from titanlike.config import UserError

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from tests.interop.models import MemoryWeights, model_of
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.parity import (
     ALL_GATHER,
     COMPILED,

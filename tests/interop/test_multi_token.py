@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.training import MULTI_TOKEN, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
