@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.fake_group import fake_process_group
 from tests.launching import free_port, python
 from tests.pool import Ranks
-from tests.simulated_memory.fakes import fake_process_group
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.distributed import environment, process_group

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.fake_group import fake_process_group
 from tests.parity import MUON, parallelism_of
 from tests.pool import Ranks
-from tests.simulated_memory.fakes import fake_process_group
 from tests.training import MODELS, build, full_tensor, tiny, world_size
 from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config.optimizer import OptimizerGroup

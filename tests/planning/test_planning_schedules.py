@@ -3,7 +3,7 @@
 import pytest
 
 from titanlike.config.layout import SCHEDULES, stages_of
-from titanlike.tools.planning.schedules import Kind, Order, order, peak_in_flight, simulate_time
+from titanlike.tools.planning.schedules import Kind, Order, order, simulate_time
 
 SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
 
@@ -51,18 +51,6 @@ def test_bubbles_of_several_stages_per_rank() -> None:
     interleaved = bubble(order("interleaved_1f1b", num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks)
     for schedule in ("zero_bubble", "zbv", "dualpipev"):
         assert bubble(order(schedule, num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks) < interleaved / 2
-
-
-def test_micro_batches_in_flight() -> None:
-    for num_ranks, num_microbatches in ((4, 4), (4, 16)):
-        gpipe, one_f_one_b = (order(name, num_ranks, num_ranks, num_microbatches) for name in ("gpipe", "1f1b"))
-        assert [peak_in_flight(of_rank) for of_rank in gpipe] == [num_microbatches] * num_ranks
-        expected = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
-        assert [peak_in_flight(of_rank) for of_rank in one_f_one_b] == expected
-    assert [peak_in_flight(of_rank) for of_rank in order("zbv", 4, 8, 16)] == [
-        8
-    ] * 4  # of half the size of a rank's blocks
-    assert peak_in_flight(order("1f1b", 1, 1, 5)[0]) == 1  # gradient accumulation
 
 
 def test_the_slowest_stage_and_the_transfers_determine_the_time() -> None:

@@ -1,4 +1,4 @@
-"""How `titanlike verify` compares records of ranks, without processes. tests/silent_bugs.py has what it says of them."""
+"""How `titanlike verify` compares records of ranks, without processes. benchmarks/silent_bugs.py has what it says of them."""
 
 import math
 from typing import Any

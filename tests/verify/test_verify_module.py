@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from tests import silent_bugs
+from benchmarks import silent_bugs
 from tests.launching import ROOT
 from tests.pool import Ranks
 from titanlike.config import UserError

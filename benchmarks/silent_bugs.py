@@ -1,9 +1,9 @@
 """Published cases of training that ran and was wrong, each planted in a tiny module and found by `titanlike verify`: those of
 parallel training under a layout, those of torch.compile with `--compile`.
 
-    python -m tests.silent_bugs                                               # all
-    python -m tests.silent_bugs rope_positions tied_embeddings                # some
-    python -m tests.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/results.md shows
+    python -m benchmarks.silent_bugs                                               # all
+    python -m benchmarks.silent_bugs rope_positions tied_embeddings                # some
+    python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/results.md shows
 
 Each case is a function of whether the bug is planted. Without it, the same module is accepted. The exit code is 1 if a bug is not
 found, or a correct module is not accepted; the tests compare what is printed with what is recorded.
@@ -1287,7 +1287,7 @@ def main() -> int:
     for pool in pools.values():
         pool.close()
     if arguments.out:
-        command = f"python -m tests.silent_bugs --out {arguments.out}"
+        command = f"python -m benchmarks.silent_bugs --out {arguments.out}"
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         arguments.out.write_text(json.dumps({"command": command, **versions, "bugs": measured}, indent=1) + "\n")
     print(f"{len(measured) - failures} of {len(measured)} found, and accepted without the bug")
@@ -1295,6 +1295,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests import silent_bugs  # ranks import the functions by this name
+    from benchmarks import silent_bugs  # ranks import the functions by this name
 
     sys.exit(silent_bugs.main())
