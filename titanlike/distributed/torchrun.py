@@ -138,8 +138,7 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
                 if time.monotonic() - start >= timeout:
                     print_line(
                         f"error: the processes did not exit within {timeout} s of {death_sig.name} and were killed; a "
-                        "checkpoint that they were saving is lost, earlier ones are kept; increase run.shutdown_timeout to allow "
-                        "more time",
+                        "checkpoint in progress is lost, earlier ones are kept; for more time, increase run.shutdown_timeout",
                         sys.stderr,
                     )
             super()._shutdown(death_sig)
