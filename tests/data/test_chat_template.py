@@ -101,14 +101,6 @@ def test_the_opening_of_a_turn_is_what_precedes_its_labels(source: str, tokenize
     assert template.opening(TURNS[:2]) == tokens[: labels.argmax()].tolist()
 
 
-def test_a_template_without_marks_has_the_same_labels(tokenizer: Tokenizer) -> None:
-    [marked] = ChatTemplate(CHATML, tokenizer).encode(Conversation(TURNS))
-    unmarked = ChatTemplate(UNMARKED, tokenizer)
-    assert "generation " not in unmarked.source
-    for found, expected in zip(unmarked.encode(Conversation(TURNS))[0], marked, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_an_answer_is_rendered_as_inference_renders_it(tokenizer: Tokenizer) -> None:
     # Templates of reasoning models remove what was thought from all but the last message, or from those before the last question.
     source = UNMARKED.replace("message.content | trim", "('(thought)' if loop.last else '') + message.content | trim")
@@ -326,35 +318,3 @@ def test_templates_find_what_they_expect(tokenizer: Tokenizer, tmp_path: Path) -
     assert tokenizer.codec.decode(tokens[labels].tolist()) == '{"name": "é<", "arguments": {}}'
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"messages": "hi"}, r'messages is not a list: "hi"'),
-        ({"messages": [3]}, r"messages.0 is not an object: 3"),
-        ({"messages": [{"role": "bot", "content": ""}]}, r'messages.0.role = "bot"; use one of system, '),
-        ({"messages": [{"role": "user"}]}, r"messages.0.content is not text: null"),
-        ({"messages": [{"role": "user", "content": "a"}]}, r"messages has none with the role 'assistant'"),
-        ({"messages": []}, r"messages has none with the role 'assistant'"),
-        ({"prompt": "a", "text": "b"}, r"^no messages or .*, and no prompt or .* its fields are prompt, text; name"),
-        ({"prompt": 1, "completion": "b"}, r"the field 'prompt' is neither text nor messages: 1"),
-    ],
-)
-def test_records_that_are_refused(record: Any, message: str) -> None:
-    with pytest.raises(BadRecord, match=message):
-        conversation_of(record)
-
-
-def test_instructions_are_conversations_of_one_turn() -> None:
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for record in ({"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "b"}):
-        assert conversation_of(record).messages == turn
-    record = {"system": "s", "instruction": "a", "input": "x", "response": "b"}
-    assert conversation_of(record).messages == [
-        {"role": "system", "content": "s"}, {"role": "user", "content": "a\n\nx"}, turn[1]
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", ["{% for m in messages %}" * 30 + "{% endfor %}" * 30, "{{ " + "9" * 5000 + " }}"])
-def test_a_template_that_python_cannot_compile_is_refused(source: str, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="the chat template is nested too deeply, or has a number that is too long"):
-        ChatTemplate(source, tokenizer)

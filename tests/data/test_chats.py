@@ -50,15 +50,6 @@ def conversations_of(source: Any, steps: int) -> list[str]:
     return [text for text in found if text.strip(chr(EOS))]
 
 
-@pytest.mark.parametrize("count", range(40))
-def test_every_item_is_in_one_bin_that_holds_it(count: int) -> None:
-    lengths = random.Random(count).choices(range(1, 21), k=count)
-    bins = [group.tolist() for group in pack(np.array(lengths, np.int64), 20).split()]
-    assert sorted(item for group in bins for item in group) == list(range(len(lengths)))
-    sizes = sorted(sum(lengths[item] for item in group) for group in bins)
-    assert not sizes or (sizes[-1] <= 20 and (len(sizes) == 1 or sizes[0] + sizes[1] > 20))
-
-
 def test_each_epoch_has_every_conversation_once(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", *(sum_of(a, b) for a in range(10) for b in range(10)))
     source: Any = open_chats(path, seq_len=79).training
@@ -150,16 +141,6 @@ def test_documents_of_one_conversation_are_on_one_side(tmp_path: Path) -> None:
     # What follows a turn that does not fit is left out, and not the conversation.
     short: Any = open_chats(path, **options | {"seq_len": 9}).training
     assert "24 conversations, " in short.describe(1) and "24 skipped as too long" in short.describe(1)
-
-
-def test_check_says_that_a_conversation_becomes_several_documents(tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(THINKING.replace("{{ m.content if", "{{ '>' if m.role == 'assistant' }}{{ m.content if"))
-    for data, said in ((dict(chat_template=str(template)), True), ({}, False)):
-        recipe = FinetuneRecipe(data=ChatData(source="chat", path="chats.jsonl", **data))  # type: ignore[arg-type]
-        line = checked(recipe, num_processes=1)
-        assert (line is not None) == said
-        assert not said or f"chats   {template} renders an answer differently when others follow: " in str(line)
 
 
 def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Path, capsys: Any) -> None:
@@ -266,8 +247,3 @@ def test_the_cache_is_read_and_replaced_if_damaged(tmp_path: Path, monkeypatch: 
     assert file.stat().st_mtime_ns == written
 
 
-def test_generated_conversations_need_no_file() -> None:
-    section = ChatData(source="synthetic_chat", holdout_every=20)
-    tokenizer = build_tokenizer(Tokenizer())
-    sources = open_sources(section, tokenizer, seq_len=128, global_batch_size=8, seed=0, validate=True)
-    assert sources.training.describe(1).startswith("950 conversations") and sources.validation

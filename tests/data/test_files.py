@@ -124,11 +124,6 @@ def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
             list(read_documents(list_files(str(tmp_path / name))[0], Fields()))
 
 
-def test_a_frame_of_few_bytes_is_read_in_parts(tmp_path: Path) -> None:
-    (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(2**26)) + zstandard.compress(b"") + b"")
-    assert read(list_files(str(tmp_path / "a.zst"))[0]) == bytes(2**26)
-
-
 def test_fsspec_urls(memory: str) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe(
@@ -187,14 +182,6 @@ def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
     assert len([path for path, _ in server.asked[asked:] if path == "none.txt"]) <= 2  # not retried
 
 
-def test_a_server_that_does_not_answer_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY_DELAY", 0.0)
-    with pytest.raises(
-        UserError, match=r"a\.txt: cannot be read, tried 3 times: ClientConnectorError: Cannot connect to host"
-    ):
-        list_files(f"http://127.0.0.1:{free_port()}/a.txt")
-
-
 def test_a_range_of_too_many_files_is_refused() -> None:
     with pytest.raises(UserError, match=r"a range of 1,000,000,000 files; give at most 100,000"):
         list_files("https://127.0.0.1/{000000000..999999999}.txt")
@@ -210,10 +197,3 @@ def test_remote_file_that_became_shorter_is_reported(server: Web) -> None:
             stream.read()
 
 
-def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a.zst").write_bytes(b"")
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(
-        UserError, match=r"a\.zst requires the package zstandard; run: pip install \"titanlike\[data\]\""
-    ):
-        read(list_files(str(tmp_path / "a.zst"))[0])

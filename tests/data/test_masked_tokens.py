@@ -207,12 +207,3 @@ def test_what_cannot_work_is_refused_with_the_remedy(refused: PretrainRecipe, me
     assert message in str(error.value)
 
 
-def test_a_section_of_another_program_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "recipe.toml"
-    file.write_text("[mlm]\nmask_probability = 0.2\n")
-    with pytest.raises(UserError, match=r'mlm: unknown key; recipes/mlm\.py has it; set program = "mlm"'):
-        load(PretrainRecipe, file)
-    file.write_text('[mlm]\nmask_probability = 1.0\n[model]\nname = "bert"\n')
-    with pytest.raises(UserError, match=r"mlm\.mask_probability = 1\.0"):
-        load(MlmRecipe, file)
-    check_recipe(changed(MlmRecipe(), training=dict(seq_len=512)), 1)

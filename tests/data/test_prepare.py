@@ -102,30 +102,6 @@ def test_result_does_not_depend_on_the_number_of_processes(corpus: Path, tmp_pat
     assert len(json.loads(found[0]["plan.json"])["units"]) > MANY
 
 
-def test_split_into_work_units(corpus: Path, small_units: None) -> None:
-    units = split_work_units(list_files(str(corpus)))
-    spans = [span for unit in units for span in unit.spans]
-    sizes = Counter[str]()
-    for span in spans:
-        sizes[span.file.name] += span.size
-    for file in list_files(str(corpus)):
-        assert abs(sizes[file.name] - file.size) < 20  # sizes of row groups are estimates
-    assert max(unit.size for unit in units) < 12_000
-    kinds = Counter(span.file.kind for span in spans)
-    assert kinds[".jsonl"] > 30
-    assert kinds[".parquet"] > 3
-    assert kinds[".txt"] == 20
-    assert len([unit for unit in units if unit.spans[0].file.kind == ".txt"]) <= 3
-    assert [unit.number for unit in units] == list(range(len(units)))
-    assert len(split_work_units([File("a.jsonl.gz", 10**6)])) == 1  # has to be read from its start
-
-
-@pytest.mark.parametrize(("size", "count"), [(10**6, 1), (10**8, 24), (10**10, 256), (10**12, 3726)])
-def test_number_of_work_units(size: int, count: int) -> None:
-    limit = min(max(size // work_units.TARGET_COUNT, work_units.MIN_SIZE), work_units.MAX_SIZE)
-    assert len(work_units._split_file(File("x.jsonl", size), limit)) == count
-
-
 def test_bad_records_are_skipped_and_counted(corpus: Path, tmp_path: Path, small_units: None) -> None:
     lines = (corpus / "a.jsonl").read_text().splitlines()
     for number in range(100, 1100, 100):

@@ -82,75 +82,11 @@ def wait_for_units(folder: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def wait_for_lock(folder: Path, pid: int) -> None:
-    """Waits until a process holds the lock. Its work is ahead of it then, whatever an earlier process has left."""
-    deadline = time.monotonic() + 60
-    lock = folder / ".out.lock"
-    while not lock.exists() or f"process {pid} " not in lock.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def suspend(process: "subprocess.Popen[str]") -> None:
-    """Stops a process and its workers, so that they do not finish before the test's next action."""
-    for pid in descendants(process.pid):
-        os.kill(pid, signal.SIGSTOP)
-
-
 def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def workers_of(pid: int) -> list[int]:
-    """Returns the worker processes, without multiprocessing's resource tracker."""
-    return [child for child in descendants(pid)[1:] if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
-
-
-def suspend_busy_worker(pid: int) -> int:
-    """Stops a worker that is writing a shard, and returns its process id."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for worker in workers_of(pid):
-            os.kill(worker, signal.SIGSTOP)
-            open_files = [str(link.readlink()) for link in Path(f"/proc/{worker}/fd").iterdir()]
-            if any("out.partial" in name for name in open_files):
-                return worker
-            os.kill(worker, signal.SIGCONT)
-        time.sleep(0.01)
-    raise AssertionError("no worker is busy")
-
-
-@pytest.mark.slow
-def test_result_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:]).code == 0
-    first = start(tmp_path, *COMMAND)
-    wait_for_units(tmp_path, 2)
-    children = descendants(first.pid)[1:]
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    deadline = time.monotonic() + 5
-    while not all(has_ended(pid) for pid in children):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("unit-*.json")}
-    second = start(tmp_path, *COMMAND)
-    wait_for_units(tmp_path, len(times) + 1)
-    os.kill(suspend_busy_worker(second.pid), signal.SIGKILL)
-    code, _, err = end(second)
-    assert code == 2
-    assert re.fullmatch(
-        r"error: a worker process was killed by SIGKILL while it read large\.jsonl \(work unit \d+\), possibly because it ran out "
-        r"of memory; give fewer than 2 --workers, and the same command resumes\n",
-        err,
-    )
-    third = start(tmp_path, *COMMAND)
-    code, out, err = end(third)
-    assert (code, err) == (0, "")
-    assert "the rest before the interruption" in out
-    assert all(not path.exists() for path in times)
-    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow

@@ -184,13 +184,6 @@ def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
         assert report["duplicates"] == {"exact": 1}
 
 
-@pytest.mark.parametrize("duplicates", ["remove", "remove-near"])
-def test_no_document_is_left(tmp_path: Path, duplicates: Any) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
-    with pytest.raises(UserError, match=r"no documents: .*2 bad records"):
-        prepared([tmp_path / "a.jsonl"], tmp_path / "out", duplicates, bad="skip")
-
-
 def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) -> None:
     rng = random.Random(0)
     texts = [prose(rng) for _ in range(90)]
@@ -301,19 +294,6 @@ def test_errors_of_a_filter_name_the_record(
         planted.inputs = [str(tmp_path / "planted/c0.txt")]
     with pytest.raises(UserError, match=message):
         prepare(planted.inputs, tmp_path / "out", BYTES, quality=filters(name), workers=0)
-
-
-def test_error_of_a_filter_in_the_middle_of_a_file(tmp_path: Path, small_units: None) -> None:
-    rng = random.Random(0)
-    lines = [prose(rng) for _ in range(100)]
-    lines[77] = "stop here"
-    write(tmp_path / "a.jsonl", lines)
-    pq.write_table(pa.Table.from_pylist([{"text": line} for line in lines]), tmp_path / "b.parquet", row_group_size=7)
-    (tmp_path / "my.py").write_text("def keep(text): return 'stop' not in text or {}['a']\n")
-    for file, where in (("a.jsonl", r"line \d+ after byte \d\d,\d+"), ("b.parquet", "row 8 after row group 10")):
-        with pytest.raises(UserError, match=rf"{file}, {where}: --filter .*my\.py:keep raised KeyError: 'a'"):
-            quality = Quality(own=open_filter(f"{tmp_path}/my.py:keep"))
-            prepared([tmp_path / file], tmp_path / f"{file}.out", quality=quality)
 
 
 @pytest.mark.parametrize("num_files", [1, 40])

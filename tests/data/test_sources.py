@@ -135,19 +135,6 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
 
 
-def test_a_full_cache_names_the_key_that_moves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = texts(tmp_path / "text", a="some text" * 1000)
-
-    def full(file: Any, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shard_writer, "write_all", full)
-    with pytest.raises(
-        UserError, match=r"the disk is full \(.*\); free some space, or set data\.cache to a folder on another"
-    ):
-        open_(source="text", path=str(folder), cache=str(tmp_path / "cache"))
-
-
 def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     folder = texts(tmp_path / "d [v1]", a="a a a")
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"a a a", 256]
@@ -169,12 +156,6 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
         open_(source="text", path=str(tmp_path / "empty"))
 
 
-def test_a_text_shorter_than_a_sequence_is_an_error(tmp_path: Path) -> None:
-    folder = texts(tmp_path / "text", a="ab")
-    with pytest.raises(UserError, match=r"text has 3 tokens, too few for sequences of training\.seq_len = 4"):
-        open_(source="text", path=str(folder))
-
-
 def test_python_stdlib_is_found_and_synthetic_tokens_are_deterministic() -> None:
     tokens = np.array(tokens_of(open_(source="python_stdlib").training))
     assert len(tokens) > 3_000_000
@@ -192,10 +173,6 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
     fields = Fields("text", keys.pop("prompt", ""))
     prepare([str(file)], out, Section(**keys), fields=fields, validation_share=share, workers=0)  # type: ignore[arg-type]
     return str(out)
-
-
-def test_random_tokens_replace_a_mixture() -> None:
-    assert paths_and_weights(Data(source="synthetic", mixture=("a", "b"))) == (["synthetic"], [1.0])
 
 
 def test_the_keys_of_a_mixture_reach_its_source(tmp_path: Path) -> None:
@@ -277,15 +254,6 @@ def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path
     assert len(set(mixed)) == 4
     assert open_(source="shards", mixture=(one, other), weights=(1.0, 1.0)).training.fingerprint == mixed[0]
     assert mixed[3] == open_(source="shards", path=one).training.fingerprint
-
-
-def test_prompts_are_masked(tmp_path: Path) -> None:
-    path = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
-    data = open_(source="shards", path=path)
-    for step in range(1, 20):
-        batch = data.training.read(step, range(2))
-        assert batch.loss_mask is not None
-        assert (batch.loss_mask == (batch.tokens != ord("?"))).all()
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -210,10 +210,6 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
         opening(section, BYTES, **options)
 
 
-def test_shifted_right() -> None:
-    assert shifted_right(np.array([[5, 6, IGNORE, IGNORE]]), 9).tolist() == [[9, 5, 6, 9]]
-
-
 def recipe(**sections: Any) -> Any:
     return changed(Seq2SeqRecipe(), **{"model": replace(T5, max_seq_len=2048)} | sections)
 

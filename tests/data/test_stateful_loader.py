@@ -30,27 +30,6 @@ def shuffled(rank: int, num_ranks: int, epoch: int) -> StatefulDataLoader:
     )  # fmt: skip
 
 
-class Endless(IterableDataset):
-    """An endless dataset with a state of its own, which includes a generator."""
-
-    def __init__(self, rank: int) -> None:
-        self.generator = torch.Generator().manual_seed(rank)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            yield ROWS[torch.randint(len(ROWS), (), generator=self.generator)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-
-
-def endless(rank: int, num_ranks: int, epoch: int) -> StatefulDataLoader:
-    return StatefulDataLoader(Endless(rank), batch_size=GLOBAL_BATCH_SIZE // num_ranks)
-
-
 def with_workers(rank: int, num_ranks: int, epoch: int) -> StatefulDataLoader:
     return StatefulDataLoader(
         ROWS[rank::num_ranks], batch_size=GLOBAL_BATCH_SIZE // num_ranks, drop_last=True, num_workers=2,

@@ -213,26 +213,6 @@ def test_a_large_file_that_was_replaced_in_part_has_another_fingerprint(tmp_path
         assert Shards(str(tmp_path)).fingerprint != before
 
 
-def test_the_fingerprint_reads_a_bounded_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    for number in range(1000):
-        writer = ShardWriter(tmp_path, f"train-{number:05d}", np.uint16)
-        writer.add(np.full(10, number % 7, np.uint16))
-        written.append(writer.close())
-    Manifest("uint16", {"fingerprint": "x"}, {TRAIN: written}, {}).write(tmp_path)
-    shards, read = Shards(str(tmp_path)), 0
-
-    def count(ranges: Any) -> Any:
-        nonlocal read
-        read += sum(stop - start for _, start, stop in ranges)
-        return original(ranges)
-
-    original = shards.folder.ranges
-    monkeypatch.setattr(shards.folder, "ranges", count)
-    assert shards.fingerprint
-    assert 0 < read <= 128 * 512 * 2 + 128 * 16
-
-
 @pytest.mark.parametrize(
     "rows",
     [

@@ -12,11 +12,18 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import pytest
 
 SEED = 0
 Case = Callable[[random.Random, Path], str | None]  # returns what happened, if it tells cases apart
+
+# The parameter of a fuzz test: its first cases, and three times as many others.
+tiers = pytest.mark.parametrize(
+    "further", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "further"]
+)
 
 # Values of recipes, command lines and hardware files.
 HUGE = "9" * 5000
@@ -37,10 +44,10 @@ def run_case(case: Case, seed: int, number: int) -> str:
         return case(random.Random(f"{case.__name__} {seed} {number}"), Path(folder)) or "passed"
 
 
-def run_cases(case: Case, numbers: Iterable[int]) -> Counter[str]:
+def run_cases(case: Case, count: int, further: bool) -> Counter[str]:
     """Returns how often each thing happened. An error has the command that repeats its case."""
     found: Counter[str] = Counter()
-    for number in numbers:
+    for number in range(count, 4 * count) if further else range(count):
         try:
             found[run_case(case, SEED, number)] += 1
         except BaseException as error:

@@ -15,13 +15,12 @@ from rich.console import Console
 
 from tests.forkserver import ROOT
 from tests.fuzz import harness
-from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
+from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
 from tests.fuzz.harness import ODD_LITERALS, ODD_TEXT
 from titanlike.config import UserError
 from titanlike.hardware.files import FOLDER
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks import check_recipe
-from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import Advice, limits
 from titanlike.tools.planning.hardware import Hardware, load_hardware
@@ -29,12 +28,9 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
 from titanlike.tools.programs import load_known
 
-CHUNK = 100  # cases of one test
 KEYS = [field.name for field in fields(Hardware)]
 RECIPES = [
-    ROOT / f"train_configs/{name}.toml"
-    for name in ("debug", "gpt2_124m", "llama3_8b", "llama3_8b_float8", "llama3_8b_128k", "llama3_70b", "mixtral_8x7b")
-    if (ROOT / f"train_configs/{name}.toml").exists()
+    ROOT / f"train_configs/{name}.toml" for name in ("debug", "gpt2_124m", "llama3_8b", "llama3_70b", "mixtral_8x7b")
 ]
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "parallelism.shard": ("1", "2", "-1", "0", "3"),
@@ -157,8 +153,6 @@ def hardware(rng: random.Random, folder: Path) -> str:
     path = folder / "mine.toml"
     path.write_bytes(data)
     recipe, overrides, num_gpus = rng.choice(RECIPES), overrides_of(rng), rng.choice((1, 8, 8, 64, 64, 100, 512))
-    if rng.random() < 0.02:
-        return command_case(path, recipe, overrides, num_gpus, refused)
     start = time.process_time()
     try:
         found = load_hardware(str(path))
@@ -179,32 +173,10 @@ def hardware(rng: random.Random, folder: Path) -> str:
     return "planned"
 
 
-def command_case(path: Path, recipe: Path, overrides: dict[str, str], num_gpus: int, refused: bool) -> str:
-    """The same on the command line, with advice. A plan that does not fit exits with 1."""
-
-    def program() -> None:
-        try:
-            titanlike_main.main()
-        except SystemExit as stop:
-            if stop.code != 1:
-                raise
-
-    overrides = {key: value for key, value in overrides.items() if key != "parallelism.pipeline"}  # seconds of advice
-    words = [str(recipe), f"--gpus={num_gpus}", f"--hardware={path}"]
-    words += [f"--{key}={value}" for key, value in overrides.items()]
-    outcome = run(program, ["plan", *words], path.parent, {"COLUMNS": str(CONSOLE_WIDTH)})
-    assert not (refused and outcome.accepted), f"accepted: {path.read_bytes()!r}"
-    if not outcome.accepted:
-        assert not outcome.output
-        return "command refused"
-    assert_bounded(outcome.output)
-    return "command planned"
-
-
-@pytest.mark.parametrize("first", range(0, 2 * CHUNK, CHUNK))
-def test_hardware_files_are_planned_or_refused(first: int) -> None:
-    found = harness.run_cases(hardware, range(first, first + CHUNK))
-    assert min(found[name] for name in ("hardware refused", "recipe refused", "planned")) >= 5, found
+@harness.tiers
+def test_hardware_files_are_planned_or_refused(further: bool) -> None:
+    found = harness.run_cases(hardware, 30, further)
+    assert min(found[name] for name in ("hardware refused", "recipe refused", "planned")) >= 3, found
 
 
 main = functools.partial(harness.main, {hardware: 1})
