@@ -91,11 +91,6 @@ def test_a_stream_repeats_and_skips_nothing_and_resumes_within_the_ramp(tmp_path
     ("training", "parallelism", "processes", "problem"),
     [
         (
-            dict(batch_ramp=((10, 6),)), {}, 2,
-            "training.batch_ramp has a size of 6, which is no multiple of the 8 sequences of a micro-batch on 2 data-parallel "
-            "ranks; use 8, or a smaller training.local_batch_size",
-        ),
-        (
             dict(batch_ramp=((10, 8), (10, 20))), {}, 2,
             "training.batch_ramp has a size of 20, which is no multiple of the 8 sequences of a micro-batch on 2 data-parallel "
             "ranks; use 16 or 24, or a smaller training.local_batch_size",

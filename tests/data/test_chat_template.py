@@ -3,9 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -71,12 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return build_tokenizer(Section(encoding=str(folder)))
-
-
-def labels_of(template: ChatTemplate, messages: list[Any]) -> str:
-    """Returns the text of the tokens that are labels."""
-    [(tokens, labels)] = template.encode(conversation_of({"messages": messages}))
-    return template.tokenizer.codec.decode(tokens[labels].tolist())
 
 
 def test_tokens_and_labels_equal_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
@@ -267,19 +259,16 @@ def test_adjacent_contents_cannot_complete_the_name_of_a_token(tokenizer: Tokeni
     assert not set(tokens.tolist()) & set(tokenizer.codec.special.values())
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
-    draw = random.Random(seed)
-    characters = [
-        chr(code) for code in (*range(0x300), *range(0xFDC0, 0xFE00), 0x2028, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)
-    ]
-    contents = ["".join(draw.choices(characters, k=draw.randint(1, 12))) for _ in range(draw.randint(2, 5))]
-    template = build_chat_template("", build_tokenizer(Section()))
-    messages = [
-        {"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)
-    ]
-    clean = [text.translate(dict.fromkeys(range(0xFDD0, 0xFDD4), "\ufffd")) for text in contents]
-    assert labels_of(template, messages) == "".join(f"{text}<|endoftext|>" for text in clean[1::2])
+def test_byte_tokenizer_labels_are_the_contents() -> None:
+    draw, template = random.Random(0), build_chat_template("", build_tokenizer(Section()))
+    codes = (*range(0x300), *range(0xFDC0, 0xFE00), 0x2028, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)
+    replaced = dict.fromkeys(range(0xFDD0, 0xFDD4), "\ufffd")  # characters that the template uses itself
+    for _ in range(30):
+        question, answer = ("".join(map(chr, draw.choices(codes, k=draw.randint(1, 30)))) for _ in range(2))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        [(tokens, labels)] = template.encode(conversation_of({"messages": messages}))
+        found = template.tokenizer.codec.decode(tokens[labels].tolist())
+        assert found == f"{answer.translate(replaced)}<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -287,9 +276,7 @@ def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
     [
         ("{% for %}", r"^the chat template, line 1: Expected"),
         ("{{ raise_exception('roles must alternate') }}", r"^the chat template raises TemplateError: roles must alternate$"),
-        ("{{ messages[0].content + 1 }}", r"^the chat template raises TypeError: can only"),
         ("{{ messages.append(1) }}", r"^the chat template raises SecurityError: "),
-        ("{{ ''.__class__.__mro__ }}", r"^the chat template raises SecurityError: "),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", r"renders no token of the assistant"),
         ("{{ messages[0].content[:4] }}{% generation %}a{% endgeneration %}", r"cuts the name of a special token"),
     ],
@@ -316,5 +303,3 @@ def test_templates_find_what_they_expect(tokenizer: Tokenizer, tmp_path: Path) -
     # The tokenizer has an EOS and no BOS.
     assert tokenizer.codec.decode(tokens.tolist()) == '<|endoftext|>{"name": "é<", "arguments": {}}[\n 1\n]26 Jul 2024'
     assert tokenizer.codec.decode(tokens[labels].tolist()) == '{"name": "é<", "arguments": {}}'
-
-

@@ -69,13 +69,9 @@ def test_span_has_the_lines_that_begin_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "not JSON: Expecting property name"),
         (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
         (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
-        (b'["text"]', "a list, not an object with a field 'text'"),
         (b'{"content": "a", "id": 3}', "no field 'text'; its fields are content, id; set --text-field"),
-        (b"{}", "no field 'text'; its fields are none; set --text-field"),
-        (b'{"text": {"a": 1}}', """the field 'text' is not text: {"a": 1}"""),
         (b'{"text": null}', "the field 'text' is not text: null"),
     ],
 )
@@ -132,7 +128,7 @@ def test_text_file_is_one_document(tmp_path: Path) -> None:
     assert texts(file(tmp_path / "a.txt"), first=1) == []
 
 
-@pytest.mark.parametrize("offset", [0, 3, 62, 63, 64, 5000])
+@pytest.mark.parametrize("offset", [0, 63, 5000])
 def test_bad_byte_is_reported_by_offset(tmp_path: Path, chunk_size: int, offset: int) -> None:
     content = ("x" * (offset % 2) + "é" * 5000).encode()[:offset]
     content = content[: offset - 1] + b"x" if len(content) and content[-1] == 0xC3 else content

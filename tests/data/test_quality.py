@@ -134,25 +134,16 @@ def test_duplicates_and_rubbish_are_removed(planted: Planted, tmp_path: Path, sm
     assert not (tmp_path / "out/stages").exists()
 
 
-@pytest.mark.parametrize(
-    ("duplicates", "kept", "found"),
-    [
-        ("count", 175, {"exact": 20}),
-        ("count-near", 175, {"exact": 20, "near": 30}),
-        ("remove", 155, {"exact": 20}),
-        ("remove-near", 125, {"exact": 20, "near": 30}),
-    ],
-)
-def test_modes_of_duplicates(
-    planted: Planted, tmp_path: Path, small_units: None, duplicates: Any, kept: int, found: dict[str, int]
-) -> None:
-    assert len(prepared(planted.inputs, tmp_path / "out", duplicates)) == kept
-    report = report_of(tmp_path / "out")
-    assert report["duplicates"] == found
-    assert report["documents"]["kept"]["documents"] == kept
-    assert set(report["removed"]) == (
-        set() if kept == 175 else {"exact_duplicates", "near_duplicates"} if kept == 125 else {"exact_duplicates"}
-    )
+def test_modes_of_duplicates(planted: Planted, tmp_path: Path, small_units: None) -> None:
+    both = {"exact": 20, "near": 30}
+    for mode, kept, found, removed in (
+        ("count-near", 175, both, set()),
+        ("remove", 155, {"exact": 20}, {"exact_duplicates"}),
+    ):
+        assert len(prepared(planted.inputs, tmp_path / mode, mode)) == kept
+        report = report_of(tmp_path / mode)
+        assert (report["duplicates"], set(report["removed"])) == (found, removed)
+        assert report["documents"]["kept"]["documents"] == kept
 
 
 def test_one_document_with_many_copies(tmp_path: Path, small_units: None) -> None:
@@ -296,21 +287,22 @@ def test_errors_of_a_filter_name_the_record(
         prepare(planted.inputs, tmp_path / "out", BYTES, quality=filters(name), workers=0)
 
 
-@pytest.mark.parametrize("num_files", [1, 40])
 @pytest.mark.parametrize(
-    ("ending", "message"),
+    ("num_files", "ending", "message"),
     [
-        ("sys.exit(0)", r"--filter .*my\.py:keep raised SystemExit: 0"),
-        ("os._exit(0)", r"a worker process ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
-        ("os._exit(7)", r"a worker process ended with exit code 7 .*, or --filter .*my\.py:keep ended it"),
-        ("os.kill(os.getpid(), 9)", r"a worker process was killed by SIGKILL .*, or --filter .*my\.py:keep ended it"),
+        # One work unit, which this process would do itself without a filter.
+        (1, "os._exit(0)", r"a worker process ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
+        (
+            40,
+            "os.kill(os.getpid(), 9)",
+            r"a worker process was killed by SIGKILL .*, or --filter .*my\.py:keep ended it",
+        ),
     ],
 )
 def test_a_filter_that_ends_its_process_is_named(
     tmp_path: Path, small_units: None, num_files: int, ending: str, message: str
 ) -> None:
-    """Also if there is one work unit, which this process would do itself without a filter."""
-    (tmp_path / "my.py").write_text(f"import os, sys\ndef keep(text):\n    {ending}\n")
+    (tmp_path / "my.py").write_text(f"import os\ndef keep(text):\n    {ending}\n")
     (tmp_path / "text").mkdir()
     for number in range(num_files):
         (tmp_path / "text" / f"{number:02}.txt").write_text("word " * 100)
@@ -326,12 +318,9 @@ def test_filters_that_cannot_be_used(tmp_path: Path, filters: Callable[[str], Qu
         return str(caught.value).replace(f"{tmp_path}/", "")
 
     assert refusal("my.py") == "--filter my.py: give a file and a function, such as my_filter.py:keep"
-    assert refusal(f"{tmp_path}/no.py:keep") == "--filter no.py:keep: no.py cannot be read: No such file or directory"
     assert refusal(f"{tmp_path}/my.py:kept").startswith(
         "--filter my.py:kept: my.py has no function 'kept'; its functions: keep, shorter"
     )
-    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
-    assert "ends.py cannot be imported: SystemExit: 0" in refusal(f"{tmp_path}/ends.py:a")
     (tmp_path / "bad.py").write_text("import nothing_like_it\n")
     assert "bad.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'" in refusal(
         f"{tmp_path}/bad.py:a"
@@ -342,9 +331,7 @@ def test_limits_of_quality() -> None:
     assert parse_thresholds("default") == Thresholds()
     assert parse_thresholds("min_characters=5, max_symbols=0.25") == Thresholds(min_characters=5, max_symbols=0.25)
     for text, message in (
-        ("min_words=5", "min_words = 5: unknown key; choose from max_characters, "),
         ("max_symbol=1", "max_symbol = 1: unknown key; did you mean max_symbols?"),
-        ("max_symbols=many", 'max_symbols = "many" must be a number > 0 and <= 1'),
         ("max_symbols=1.5", "max_symbols = 1.5 must be a number > 0 and <= 1"),
     ):
         with pytest.raises(UserError, match=re.escape(f"--quality {text}: {message}")):
@@ -396,12 +383,11 @@ def every_stage(filters: Callable[[str], Quality]) -> dict[str, Any]:
     return {"quality": quality, "validation_share": 0.2, "test_share": 0.1}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_result_does_not_depend_on_the_number_of_workers(
-    planted: Planted, tmp_path: Path, small_units: None, every_stage: dict[str, Any], count: int
+    planted: Planted, tmp_path: Path, small_units: None, every_stage: dict[str, Any]
 ) -> None:
     prepare(planted.inputs, tmp_path / "serial", BYTES, workers=0, **every_stage)
-    prepare(planted.inputs, tmp_path / "out", BYTES, workers=count, **every_stage)
+    prepare(planted.inputs, tmp_path / "out", BYTES, workers=2, **every_stage)
     assert content(tmp_path / "out") == content(tmp_path / "serial")
     assert len(json.loads((tmp_path / "out/plan.json").read_text())["units"]) > 8
 

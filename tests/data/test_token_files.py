@@ -23,7 +23,7 @@ from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields, read_documents
 from titanlike.data.tokens import token_files
-from titanlike.data.tokens.datasets import check_shards, open_validation
+from titanlike.data.tokens.datasets import open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
@@ -207,22 +207,17 @@ MEGATRON_DAMAGE = [
     (".bin", lambda c: c[:-4], r"\.bin is truncated: it has 596 bytes, but its index \S+\.idx says 150 tokens, which take 600"),
     (".bin", lambda c: c + b"1234", r"\.bin is too long: it has 604 bytes, but its index"),
     (".idx", lambda c: c[:20], r"\.idx is not an index of Megatron-LM: it begins with b'MMIDIDX\\x00\\x00'"),
-    (".idx", lambda c: b"X" + c[1:], r"\.idx is not an index of Megatron-LM: it begins with b'XMIDIDX"),
     (".idx", lambda c: c[:-8], r"\.idx is truncated: it has 250 bytes, but its header says 12 sequences and 10 document"),
     (".idx", lambda c: c + bytes(12), r"\.idx is the index of a multimodal dataset, which is not read"),
     (".idx", lambda c: c[:9] + b"\2" + c[10:], r"\.idx: its version is 2 and its code of the type 4; read are version 1 and"),
-    (".idx", lambda c: c[:17] + b"\7" + c[18:], r"\.idx: its version is 1 and its code of the type 7"),
     (".idx", entry("pointers", 5, 4), r"\.idx: sequence 5 has \d+ tokens from byte 4 on, but the one before it ends at"),
-    (".idx", entry("pointers", 11, 10**9), r"\.idx: sequence 11 has 13 tokens from byte 1000000000 on"),
     (".idx", entry("lengths", 3, -1), r"\.idx: sequence 3 has -1 tokens"),
-    (".idx", entry("lengths", 3, 99), r"\.idx: sequence 4 has"),
     (".idx", entry("documents", 4, 99), r"\.idx: document boundary 4 is sequence 99, which is not between the one"),
-    (".idx", entry("documents", 0, 1), r"\.idx: document boundary 0 is sequence 1"),
     (".idx", entry("documents", 9, 11), r"\.idx: its last document does not end with its last sequence"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [1, 2, 2**13])
+@pytest.mark.parametrize("block", [1, 2**13])
 @pytest.mark.parametrize(("suffix", "change", "message"), MEGATRON_DAMAGE)
 def test_a_damaged_file_of_megatron_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, suffix: str, change: Any, message: str
@@ -253,13 +248,9 @@ def test_a_missing_half_of_megatrons_files_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda c: c[:-2], r"a\.bin is truncated: it has 1322 bytes, but its header says 150 tokens, which take 1324; copy"),
-        (lambda c: c + b"12", r"a\.bin is too long: it has 1326 bytes"),
         (lambda c: c[:500], r"a\.bin is truncated: it has 500 bytes, and llm\.c's header alone has 1024"),
-        (lambda c: c[:6], r"a\.bin is truncated: it has 6 bytes"),
         (lambda c: b"", r"a\.bin is empty"),
-        (lambda c: np.array([20240522, 1], "<i4").tobytes() + c[8:], r"its header are 20240522 and 1, but llm"),
         (lambda c: np.array([123, 1], "<i4").tobytes() + c[8:], r"its header are 123 and 1, but llm\.c's tokens have"),
-        (lambda c: np.array([20240520, 9], "<i4").tobytes() + c[8:], r"its header are 20240520 and 9, but"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_of_llm_c_is_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -278,11 +269,11 @@ def test_a_damaged_file_of_nanogpt_is_named(tmp_path: Path) -> None:
         open_shards(str(path))
 
 
-@pytest.mark.parametrize("kind", ["megatron int32", "llm.c", "llm.c llama", "nanogpt"])
+@pytest.mark.parametrize("kind", ["megatron int32", "llm.c"])
 def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path, kind: str) -> None:
     path, _ = WRITERS[kind](tmp_path / "data")
     [data] = (tmp_path / "data").glob("*.bin")
-    width = 4 if kind in ("megatron int32", "llm.c llama") else 2
+    width = 4 if kind == "megatron int32" else 2
     at = data.stat().st_size - 30 * width
     damaged(data, lambda c: c[:at] + (999).to_bytes(width, "little") + c[at + width :])
     with pytest.raises(
@@ -313,10 +304,6 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
         UserError, match=r"llm\.bin: documents begin with token 256, which .* set tokenizer\.special = 'bos'"
     ):
         opened(llm_c, Section())
-    nanogpt = write_nanogpt(tmp_path / "train.bin", TOKENS)
-    opened(nanogpt, Section())
-    with pytest.raises(UserError, match=r"train\.bin: documents end with token 256, which tokenizer\.special = 'bos'"):
-        check_shards(str(nanogpt), bos, 257, "")
     other = write_megatron(tmp_path / "other", [[[*text, 200]] for text in TEXTS])
     with pytest.raises(
         UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256; set"
@@ -326,8 +313,6 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
     none = write_megatron(tmp_path / "none", [[text] for text in TEXTS])
     opened(none, Section())
     assert "none.bin: 0 of the 9 documents looked at end with token 256 (tokenizer.eos)" in capfd.readouterr().err
-    opened(write_megatron(tmp_path / "lines", [[[*text, 10, *text, 10]] for text in TEXTS]), Section())
-    assert "lines.bin: 0 of the 9 documents looked at end with token 256" in capfd.readouterr().err
     opened(write_nanogpt(tmp_path / "b" / "none.bin", list(itertools.chain(*TEXTS))), Section())
     assert "none.bin: 0 of the 141 tokens looked at are token 256 (tokenizer.eos)" in capfd.readouterr().err
 
@@ -348,9 +333,8 @@ def test_files_of_one_path_have_tokens_of_one_type(tmp_path: Path) -> None:
         open_shards(str(tmp_path))
 
 
-def test_as_text_a_token_file_names_the_source_that_reads_it(written: tuple[str, list[int]]) -> None:
-    path, _ = written
-    for file in sorted(Path(path).parent.glob("*.*")):
+def test_as_text_a_token_file_names_the_source_that_reads_it(tmp_path: Path) -> None:
+    for file in sorted(Path(megatron(tmp_path)).parent.glob("*.*")):
         with pytest.raises(UserError, match=r"is not text: .* of which data\.source = 'shards' reads token files"):
             list(read_documents(list_files(str(file))[0], Fields()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.launching import python
+from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.listing import list_files
@@ -44,16 +44,15 @@ def test_rank_file(tmp_path: Path) -> None:
     assert tokenizer.decode([257, 256]) == "abcab"
     assert (tokenizer.vocab_size, tokenizer.eos) == (260, 259)
     for text, message in (
-        ("", "byte 0 has no rank"),
-        ("YQ== 0\n", "byte 0 has no rank"),
-        (path.read_text().replace(" 257\n", " 300\n"), "its ranks are not consecutive from 0"),
+        ("YQ== 0\n", ": not a complete rank file: byte 0 has no rank"),
+        (
+            path.read_text().replace(" 257\n", " 300\n"),
+            ": not a complete rank file: its ranks are not consecutive from 0",
+        ),
+        ("YQ== 0\nwrong\n", ", line 2: not a rank file"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"tokenizer.model: not a complete rank file: {message}"):
-            build(str(path), 320)
-    for line in ("wrong", "Y!g== 1"):
-        path.write_text(f"YQ== 0\n{line}\n")
-        with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
+        with pytest.raises(UserError, match=f"tokenizer.model{message}"):
             build(str(path), 320)
 
 
@@ -190,10 +189,7 @@ def test_same_token_for_bos_and_eos_is_refused() -> None:
         build("bytes", special="both", bos="<|endoftext|>")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", "null", '{"eos_token": 3}', '{"eos_token": {}}', '{"eos_token": [1]}', "[" * 100_000, "\xff"],
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token": 3}', "\xff"])
 def test_a_broken_tokenizer_config_is_refused(trained: Path, text: str) -> None:
     (trained / "tokenizer_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(
@@ -301,8 +297,6 @@ def test_limit_counts_the_text_of_compressed_files(tmp_path: Path) -> None:
 
 
 def test_training_errors(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--vocab-size = 257: give at least 258, for 256 bytes and 2 special tokens"):
-        train([str(corpus)], tmp_path / "t.json", 257)
     (tmp_path / "t.json").write_text("mine")
     with pytest.raises(UserError, match=r"t\.json exists; remove it, or give another --out"):
         train([str(corpus)], tmp_path / "t.json", 300)
@@ -312,9 +306,6 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
         UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer; give"
     ):
         train([str(corpus)], tmp_path / "hf/mine.json", 300)
-    (tmp_path / "e.txt").write_text("")
-    with pytest.raises(UserError, match=r"e\.txt: no text to train on"):
-        train([str(tmp_path / "e.txt")], tmp_path / "u.json", 300)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not JSON"):
         train([str(tmp_path / "bad.jsonl")], tmp_path / "u.json", 300)
@@ -322,24 +313,16 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
     assert train([str(tmp_path / "bad.jsonl")], tmp_path / "u.json", 300, skip=True).skipped == 1
 
 
-def test_command_prints_the_next_command(corpus: Path, tmp_path: Path) -> None:
+def test_command_prints_the_next_command(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     (tmp_path / "short.txt").write_text((corpus / "json.txt").read_text()[:2000])
-    arguments = [
-        "short.txt",
-        "--out",
-        "my.model",
-        "--vocab-size",
-        "5000",
-        "--text-field",
-        "content",
-        "--bad-records",
-        "skip",
-    ]
-    done = python(tmp_path, "-m", "titanlike.tools.cli.main", "data", "train-tokenizer", *arguments)
+    monkeypatch.chdir(tmp_path)
+    fields = "--text-field content --bad-records skip"
+    printed = cli("data", "train-tokenizer", *f"short.txt --out my.model --vocab-size 5000 {fields}".split()).out
     assert re.match(
         r"my\.model: \d{3} tokens, trained on \d\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text per token\n"
         r"  fewer than 5,000: no other pair occurs twice; more text yields more tokens\n",
-        done.stdout,
+        printed,
     )
-    following = f"titanlike data prepare {arguments[0]} --out tokens --tokenizer my.model"
-    assert f"{following} --text-field content --bad-records skip\n" in done.stdout
+    assert f"titanlike data prepare short.txt --out tokens --tokenizer my.model {fields}\n" in printed

