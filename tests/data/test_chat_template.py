@@ -145,9 +145,7 @@ def test_an_answer_may_change_the_rendering_of_the_answer_before_it(tokenizer: T
 def test_a_prompt_that_its_answer_changes_is_refused(tokenizer: Tokenizer) -> None:
     source = UNMARKED.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>' }}")
     assert source != UNMARKED
-    with pytest.raises(
-        BadRecord, match=r"renders the first 2 messages differently when an answer follows, .* data.chat_temp"
-    ):
+    with pytest.raises(BadRecord, match=r"renders the first 2 messages differently when an answer follows"):
         ChatTemplate(source, tokenizer).encode(Conversation(TURNS))
 
 
@@ -216,9 +214,7 @@ def test_what_the_template_does_not_write_is_refused(tokenizer: Tokenizer) -> No
         *(ChatTemplate(each, tokenizer) for each in (CHATML, UNMARKED, partial)),
     ):
         spoken = call | ({"content": "wait"} if template.source == partial else {})
-        with pytest.raises(
-            BadRecord, match=r"does not write the assistant's call of the tool add; set data.chat_template to a"
-        ):
+        with pytest.raises(BadRecord, match=r"does not write the assistant's call of the tool add; set"):
             template.encode(conversation_of({"messages": [TURNS[1], spoken, TURNS[3], TURNS[4]]}))
         # Nor if another text has the name, or the call is one of a prompt.
         for changed in ({}, {"weight": 0}):
@@ -226,9 +222,7 @@ def test_what_the_template_does_not_write_is_refused(tokenizer: Tokenizer) -> No
                 named = TURNS[4] | {"content": "I add them."}
                 template.encode(conversation_of({"messages": [TURNS[1], spoken | changed, TURNS[3], named]}))
         thinks = TURNS[2] | {"reasoning_content": "hm"}
-        with pytest.raises(
-            BadRecord, match=r"message 1 has the field 'reasoning_content', which .* does not read; set data"
-        ):
+        with pytest.raises(BadRecord, match=r"message 1 has the field 'reasoning_content', which .* does not read"):
             template.encode(conversation_of({"messages": [TURNS[1], thinks]}))
     with pytest.raises(BadRecord, match=r'a call of a tool has no name: \{"a": 1\}'):
         template.encode(conversation_of({"messages": [TURNS[1], call | {"tool_calls": [{"a": 1}]}]}))

@@ -128,9 +128,7 @@ def test_an_interrupted_tokenization_resumes(tmp_path: Path, cache: Path, monkey
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="some text")
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache to a writable folder"
-    ):
+    with pytest.raises(UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache to a"):
         open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
 
 
@@ -288,7 +286,5 @@ def test_a_source_without_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("location", ["memory://runs", "https://host/runs"])
 def test_checkpoints_that_would_be_lost_are_refused(location: str) -> None:
     recipe = PretrainRecipe(validation=Validation(interval=0), checkpoint=Checkpoint(dir=location))
-    with pytest.raises(
-        UserError, match=r"checkpoint.dir = '.*' (is lost when the process ends|cannot be written); use a d"
-    ):
+    with pytest.raises(UserError, match=r"checkpoint.dir = '.*' (is lost when the process ends|cannot be written)"):
         check_recipe(recipe, 1)

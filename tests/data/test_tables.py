@@ -225,9 +225,7 @@ def test_the_splits_of_a_dataset_dict_are_not_mixed(tmp_path: Path) -> None:
         save_dataset(tmp_path / "d" / split, [{"text": f"{split} {n}"} for n in range(3)], files=1)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for path in (str(tmp_path / "d"), f"file://{tmp_path}/d", str(tmp_path), f"{tmp_path}/d/*"):
-        with pytest.raises(
-            UserError, match=r"^[^ ]*d has the splits test, train of a dataset; give one of them: .*d/train$"
-        ):
+        with pytest.raises(UserError, match=r"^[^ ]*d has the splits test, train of a dataset; give one of them:"):
             list_files(path)
     assert read_all(str(tmp_path / "d" / "train")) == ["train 0", "train 1", "train 2"]
     (tmp_path / "e").mkdir()

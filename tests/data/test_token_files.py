@@ -233,9 +233,7 @@ def test_a_damaged_file_of_megatron_is_named(
 def test_a_missing_half_of_megatrons_files_is_named(tmp_path: Path) -> None:
     prefix = megatron(tmp_path)
     Path(f"{prefix}.idx").rename(tmp_path / "idx")
-    with pytest.raises(
-        UserError, match=r"\.bin: every second of its first 300 tokens is 0 .* copy the index of Megatron-LM"
-    ):
+    with pytest.raises(UserError, match=r"\.bin: every second of its first 300 tokens is 0 .* copy the index of"):
         open_shards(prefix)
     (tmp_path / "idx").rename(f"{prefix}.idx")
     Path(f"{prefix}.bin").unlink()
@@ -263,9 +261,7 @@ def test_a_damaged_file_of_llm_c_is_named(tmp_path: Path, change: Any, message: 
 def test_a_damaged_file_of_nanogpt_is_named(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "train.bin", TOKENS)
     damaged(path, lambda c: c[:-1])
-    with pytest.raises(
-        UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\) takes 2"
-    ):
+    with pytest.raises(UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\) takes"):
         open_shards(str(path))
 
 
@@ -276,9 +272,7 @@ def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path, kind: str) -
     width = 4 if kind == "megatron int32" else 2
     at = data.stat().st_size - 30 * width
     damaged(data, lambda c: c[:at] + (999).to_bytes(width, "little") + c[at + width :])
-    with pytest.raises(
-        UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257; copy it again, or set"
-    ):
+    with pytest.raises(UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257; copy"):
         _ = open_shards(path, tokenizer=BYTES).fingerprint
     if kind == "megatron int32":
         damaged(data, lambda c: c[:at] + b"\xff" * 4 + c[at + 4 :])
@@ -294,20 +288,14 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
     bos = Section(special="bos", bos="<|endoftext|>")
     closed = write_megatron(tmp_path / "closed", [[document] for document in CLOSED])
     opened(closed, Section())
-    with pytest.raises(
-        UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos', and tokenizer\.eos"
-    ):
+    with pytest.raises(UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos', and"):
         opened(closed, bos)
     llm_c = write_llm_c(tmp_path / "llm.bin", OPENED_TOKENS)
     opened(llm_c, bos)
-    with pytest.raises(
-        UserError, match=r"llm\.bin: documents begin with token 256, which .* set tokenizer\.special = 'bos'"
-    ):
+    with pytest.raises(UserError, match=r"llm\.bin: documents begin with token 256, which .* set tokenizer\.special ="):
         opened(llm_c, Section())
     other = write_megatron(tmp_path / "other", [[[*text, 200]] for text in TEXTS])
-    with pytest.raises(
-        UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256; set"
-    ):
+    with pytest.raises(UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256"):
         opened(other, Section())
     assert "warning" not in capfd.readouterr().err
     none = write_megatron(tmp_path / "none", [[text] for text in TEXTS])
@@ -327,9 +315,7 @@ def test_tokens_of_characters_are_refused(tmp_path: Path) -> None:
 def test_files_of_one_path_have_tokens_of_one_type(tmp_path: Path) -> None:
     write_llm_c(tmp_path / "a.bin", OPENED_TOKENS)
     write_llm_c(tmp_path / "b.bin", OPENED_TOKENS, 20240801, 7)
-    with pytest.raises(
-        UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin has uint32"
-    ):
+    with pytest.raises(UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin has"):
         open_shards(str(tmp_path))
 
 

@@ -128,17 +128,13 @@ def test_files_that_differ_from_the_manifest_are_errors(folder: Path) -> None:
     path = folder / "train-00000.tokens"
     content = path.read_bytes()
     path.write_bytes(content[:-2])
-    with pytest.raises(
-        UserError, match=r"s/train-00000\.tokens is truncated: it has 22 bytes, but the manifest says 24; copy"
-    ):
+    with pytest.raises(UserError, match=r"s/train-00000\.tokens is truncated: it has 22 bytes, but the manifest says"):
         Shards(str(folder))
     path.write_bytes(content + b"\0")
     with pytest.raises(UserError, match=r"s/train-00000\.tokens is too long: it has 25 bytes"):
         Shards(str(folder))
     path.write_bytes(content[:-1] + b"\7")
-    with pytest.raises(
-        UserError, match=r"s/train-00000\.tokens does not match its hash in the manifest; copy it again"
-    ):
+    with pytest.raises(UserError, match=r"s/train-00000\.tokens does not match its hash in the manifest; copy it"):
         Shards(str(folder)).verify()
     path.write_bytes(content)
     (folder / "train-00001.documents").unlink()

@@ -57,9 +57,7 @@ def test_rank_file(tmp_path: Path) -> None:
 
 
 def test_mismatched_vocabulary_and_unknown_encoding_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"vocab_size = 200 is smaller than the 257 tokens .* set model.vocab_size = 320"
-    ):
+    with pytest.raises(UserError, match=r"vocab_size = 200 is smaller than the 257 tokens .* set model.vocab_size ="):
         build("bytes", 200)
     with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
         build("gpt-2", 320)
@@ -69,10 +67,7 @@ def test_failed_download_prints_instructions(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # no server listens
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    with pytest.raises(
-        UserError,
-        match=r"cannot download it .*download https://\S+/vocab.bpe elsewhere, save it as [0-9a-f]{40} in a folder, and set",
-    ):
+    with pytest.raises(UserError, match=r"cannot download it .*download https://\S+/vocab.bpe elsewhere, save it as"):
         build("gpt2", 50304)
 
 
@@ -106,9 +101,7 @@ def test_tokenizer_json(trained: Path) -> None:
 def test_special_tokens_of_documents(trained: Path) -> None:
     with pytest.raises(UserError, match=r"does not name its BOS token; set tokenizer\.bos .*: <\|open\|>, </s>"):
         build(str(trained), special="both")
-    with pytest.raises(
-        UserError, match=r"tokenizer\.bos = '<\|opem\|>' is not a special token .*; did you mean '<\|open\|>'\?"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.bos = '<\|opem\|>' is not a special token .*; did you mean"):
         build(str(trained), special="both", bos="<|opem|>")
     named = build(str(trained), special="both", bos="<|open|>")
     assert named.document("cat")[0].tolist() == [0, *named.encode("cat"), 1]
@@ -182,19 +175,14 @@ def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypat
 
 
 def test_same_token_for_bos_and_eos_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same one for both; use 'eos'",
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same"):
         build("bytes", special="both", bos="<|endoftext|>")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token": 3}', "\xff"])
 def test_a_broken_tokenizer_config_is_refused(trained: Path, text: str) -> None:
     (trained / "tokenizer_config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(
-        UserError, match=r"tokenizer_config.json: not a tokenizer_config.json \(.*\); repair or delete it"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer_config.json: not a tokenizer_config.json \(.*\); repair or delete"):
         build(str(trained))
 
 
@@ -211,9 +199,7 @@ def test_a_pattern_that_backtracks_without_an_end_is_refused(trained: Path) -> N
     tokenizer = build(str(trained / "tokenizer.json"))
     assert len(tokenizer.encode("aa!"))
     for encode in (tokenizer.encode, tokenizer.encode_with_special):
-        with pytest.raises(
-            UserError, match=r"the tokenizers library fails on a text: .*retry-limit.*; repair the file"
-        ):
+        with pytest.raises(UserError, match=r"the tokenizers library fails on a text: .*retry-limit.*; repair the"):
             encode("a" * 100 + "!")
 
 
@@ -302,9 +288,7 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
         train([str(corpus)], tmp_path / "t.json", 300)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/tokenizer_config.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer; give"
-    ):
+    with pytest.raises(UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer"):
         train([str(corpus)], tmp_path / "hf/mine.json", 300)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not JSON"):

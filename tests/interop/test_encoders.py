@@ -62,9 +62,7 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
     assert_equal_weights(folder, model, config)
     # A decoder that is not tied would be another model.
     changed_tensors(folder, lambda tensors: tensors["cls.predictions.decoder.weight"][3, 5].add_(1.0))
-    with pytest.raises(
-        UserError, match=r"but cls\.predictions\.decoder\.weight differs from bert\.embeddings\.word_emb"
-    ):
+    with pytest.raises(UserError, match=r"but cls\.predictions\.decoder\.weight differs from"):
         open_weights(folder)
 
 

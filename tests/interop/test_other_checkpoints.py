@@ -317,9 +317,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> N
         save(tmp_path / "same", state), tiny(tmp_path, "same", model=QWEN3)
     )
     state["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(
-        UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
-    ):
+    with pytest.raises(UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight; set"):
         import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
 
 
