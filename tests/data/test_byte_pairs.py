@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 
 from tests.data.preparing import read_split
-from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.byte_pairs import byte_letters, read_byte_pairs
 from titanlike.data.tokens.shards import TRAIN
@@ -102,8 +101,7 @@ def test_what_has_another_form_is_left_to_the_library(tmp_path: Path) -> None:
         file_of(chain, pre_tokenizer=LETTERS | {"use_regex": True}),
         file_of(chain, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, SPLIT, LETTERS]}),
         file_of(
-            chain,
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, LETTERS]},
+            chain, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, LETTERS]}
         ),
         file_of(chain, added_tokens=[eos | {"lstrip": True}]),
         file_of(chain, added_tokens=[eos, eos | {"id": 1001, "content": f"{EOS}>"}]),

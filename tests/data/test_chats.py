@@ -151,20 +151,9 @@ def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Pa
     for _ in range(2):  # tokenized, and from the cache
         open_chats(path, cache=cache)
         assert capsys.readouterr().out == line
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.name }}{% "
-                        "endgeneration %}{% endif %}{% endfor %}")  # fmt: skip
-    open_chats(write(tmp_path / "more.jsonl", records[0]), chat_template=str(template))
-    assert (
-        capsys.readouterr().out == "fields  conversations, conversations.name read; id, conversations.time not read\n"
-    )
     # What is dropped is not read: an input of messages, and a system message besides that of the messages.
-    dropped = {
-        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
-        "completion": "b",
-        "input": "c",
-        "system": "t",
-    }
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    dropped = {"prompt": prompt, "completion": "b", "input": "c", "system": "t"}
     open_chats(write(tmp_path / "dropped.jsonl", dropped))
     assert capsys.readouterr().out == "fields  prompt, completion read; input, system not read\n"
 

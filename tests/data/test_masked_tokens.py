@@ -151,7 +151,7 @@ def test_the_mask_token_is_that_of_the_tokenizer_or_the_first_that_it_does_not_h
     assert mask_token(bert, MaskedTokens(), 64) == bert.codec.special["[MASK]"]
     assert mask_token(bert, MaskedTokens(mask_token="<other>"), 64) == bert.codec.special["<other>"]
     assert mask_token(BYTES, MaskedTokens(), 320) == MASK
-    with pytest.raises(UserError, match=r"'bytes' has no mask token, and model.vocab_size = 257 .* set"):
+    with pytest.raises(UserError, match=r"'bytes' has no mask token, and model.vocab_size = 257"):
         mask_token(BYTES, MaskedTokens(), 257)
     with pytest.raises(UserError, match=r"mlm.mask_token = '<m>' is not a special token of .*; it has \[PAD\], "):
         mask_token(bert, MaskedTokens(mask_token="<m>"), 64)

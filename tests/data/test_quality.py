@@ -224,7 +224,6 @@ import numpy
 def keep(text): return numpy.bool_("changed" not in text.lower())
 def shorter(text): return text[:50] if "a" in text else False
 def by_field(record): return record.get("lang") == "en"
-def broken(text): return 1 / len(text.removeprefix("Too short."))
 def nothing(text): pass
 def ends(text): raise SystemExit(0)
 """
@@ -273,7 +272,6 @@ def test_filters_see_long_documents_complete(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", r"c0\.txt: --filter .*my\.py:broken raised ZeroDivisionError: division by zero"),
         ("nothing", r"a\.jsonl, line 1: --filter .*my\.py:nothing returned NoneType; return True to keep"),
         ("ends", r"a\.jsonl, line 1: --filter .*my\.py:ends raised SystemExit: 0"),
     ],
@@ -281,8 +279,6 @@ def test_filters_see_long_documents_complete(
 def test_errors_of_a_filter_name_the_record(
     planted: Planted, tmp_path: Path, filters: Callable[[str], Quality], name: str, message: str
 ) -> None:
-    if name == "broken":
-        planted.inputs = [str(tmp_path / "planted/c0.txt")]
     with pytest.raises(UserError, match=message):
         prepare(planted.inputs, tmp_path / "out", BYTES, quality=filters(name), workers=0)
 
@@ -357,12 +353,8 @@ def test_test_split(planted: Planted, tmp_path: Path, alone: None) -> None:
     assert 0.15 < len(three[TEST]) / 175 < 0.45
     sets = [set(texts) for texts in three.values()]
     assert not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
-    for shares, message in (
-        ((0.5, 0.5), "leave no document for training"),
-        ((0, 1.0), r"--test = 1\.0: give a fraction"),
-    ):
-        with pytest.raises(UserError, match=message):
-            prepared(planted.inputs, tmp_path / "out", validation_share=shares[0], test_share=shares[1])
+    with pytest.raises(UserError, match="leave no document for training"):
+        prepared(planted.inputs, tmp_path / "out", validation_share=0.5, test_share=0.5)
 
 
 def test_near_copies_are_not_in_two_splits(planted: Planted, tmp_path: Path) -> None:
@@ -393,11 +385,7 @@ def test_result_does_not_depend_on_the_number_of_workers(
 
 
 def test_result_does_not_depend_on_interruptions(
-    planted: Planted,
-    tmp_path: Path,
-    small_units: None,
-    monkeypatch: pytest.MonkeyPatch,
-    every_stage: dict[str, Any],
+    planted: Planted, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, every_stage: dict[str, Any]
 ) -> None:
     prepare(planted.inputs, tmp_path / "undisturbed", BYTES, workers=0, **every_stage)
     expected = content(tmp_path / "undisturbed")
@@ -419,10 +407,11 @@ def test_result_does_not_depend_on_interruptions(
         with pytest.raises(Interrupted):
             prepare(planted.inputs, tmp_path / "out", BYTES, workers=0, **every_stage)
     (tmp_path / "out.partial/unit-00001.json").unlink()
+    (tmp_path / "out.partial/train-00002.tokens").write_bytes(b"short")  # as after a loss of power
     stop = None
     prepare(planted.inputs, tmp_path / "out", BYTES, workers=0, **every_stage)
     assert content(tmp_path / "out") == expected
-    assert len(done) == 3 * num_units + 1
+    assert len(done) == 3 * num_units + 2
 
 
 def test_resuming_with_other_stages_is_refused(

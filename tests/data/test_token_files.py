@@ -26,7 +26,6 @@ from titanlike.data.tokens import token_files
 from titanlike.data.tokens.datasets import open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses import IGNORE
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks.machine import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json, verify_shards
@@ -119,21 +118,6 @@ def test_documents_are_those_of_the_index_or_end_at_separators(
     assert whole <= pieces
 
 
-def test_a_document_is_masked_at_separators(written: tuple[str, list[int]]) -> None:
-    path, tokens = written
-    separator = tokenizer_of(tokens).separator
-    loader = batches(PackedDataset(open_shards(path), 16), document_separator=separator)
-    seen = 0
-    for batch in loader.microbatches(1):
-        ids, labels, inputs = batch.inputs["document_ids"], batch.labels, batch.inputs["tokens"]
-        for row, column in itertools.product(range(len(inputs)), range(1, 16)):
-            starts = inputs[row, column - 1 if separator.closes else column] == EOS
-            assert (ids[row, column] != ids[row, column - 1]) == starts
-            assert (labels[row, column - 1] == IGNORE) == starts
-            seen += bool(starts)
-    assert seen
-
-
 def options(**changes: Any) -> dict[str, Any]:
     return dict(seq_len=16, global_batch_size=8, seed=0, validate=True) | changes
 
@@ -158,18 +142,6 @@ def test_the_files_of_a_folder_are_its_splits(tmp_path: Path) -> None:
     assert open_validation(section, BYTES).num_tokens == 60
     section = Data(source="shards", path="a", validation_path=str(tmp_path / "owt"))
     assert open_validation(section, BYTES).num_tokens == 60
-
-
-def test_files_of_a_mixture_are_read_by_their_weights(tmp_path: Path) -> None:
-    paths = [WRITERS[name](tmp_path / name)[0] for name in ("megatron int32", "nanogpt")]
-    paths.append(str(write_nanogpt(tmp_path / "x.bin", [7] * 9 + [EOS])))
-    with pytest.raises(UserError, match=r"x\.bin has 10 tokens, too few for sequences of training\.seq_len = 16"):
-        open_sources(Data(source="shards", mixture=tuple(paths)), BYTES, **options(validate=False))
-    write_nanogpt(tmp_path / "x.bin", [*[7] * 99, EOS])
-    section = Data(source="shards", mixture=tuple(paths), weights=(3.0, 0.5, 0.5))
-    training = open_sources(section, BYTES, **options(validate=False, global_batch_size=1024)).training
-    batch = training.read(1, range(1024))
-    assert ((batch.tokens == 7).sum(1) > 8).mean() == pytest.approx(0.125, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", ["megatron int32", "llm.c", "nanogpt"])
@@ -233,7 +205,7 @@ def test_a_damaged_file_of_megatron_is_named(
 def test_a_missing_half_of_megatrons_files_is_named(tmp_path: Path) -> None:
     prefix = megatron(tmp_path)
     Path(f"{prefix}.idx").rename(tmp_path / "idx")
-    with pytest.raises(UserError, match=r"\.bin: every second of its first 300 tokens is 0 .* copy the index of"):
+    with pytest.raises(UserError, match=r"\.bin: every second of its first 300 tokens is 0"):
         open_shards(prefix)
     (tmp_path / "idx").rename(f"{prefix}.idx")
     Path(f"{prefix}.bin").unlink()
@@ -261,7 +233,7 @@ def test_a_damaged_file_of_llm_c_is_named(tmp_path: Path, change: Any, message: 
 def test_a_damaged_file_of_nanogpt_is_named(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "train.bin", TOKENS)
     damaged(path, lambda c: c[:-1])
-    with pytest.raises(UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\) takes"):
+    with pytest.raises(UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\)"):
         open_shards(str(path))
 
 
@@ -272,7 +244,7 @@ def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path, kind: str) -
     width = 4 if kind == "megatron int32" else 2
     at = data.stat().st_size - 30 * width
     damaged(data, lambda c: c[:at] + (999).to_bytes(width, "little") + c[at + width :])
-    with pytest.raises(UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257; copy"):
+    with pytest.raises(UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257"):
         _ = open_shards(path, tokenizer=BYTES).fingerprint
     if kind == "megatron int32":
         damaged(data, lambda c: c[:at] + b"\xff" * 4 + c[at + 4 :])
@@ -288,11 +260,11 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
     bos = Section(special="bos", bos="<|endoftext|>")
     closed = write_megatron(tmp_path / "closed", [[document] for document in CLOSED])
     opened(closed, Section())
-    with pytest.raises(UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos', and"):
+    with pytest.raises(UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos'"):
         opened(closed, bos)
     llm_c = write_llm_c(tmp_path / "llm.bin", OPENED_TOKENS)
     opened(llm_c, bos)
-    with pytest.raises(UserError, match=r"llm\.bin: documents begin with token 256, which .* set tokenizer\.special ="):
+    with pytest.raises(UserError, match=r"llm\.bin: documents begin with token 256, which"):
         opened(llm_c, Section())
     other = write_megatron(tmp_path / "other", [[[*text, 200]] for text in TEXTS])
     with pytest.raises(UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256"):
@@ -315,7 +287,7 @@ def test_tokens_of_characters_are_refused(tmp_path: Path) -> None:
 def test_files_of_one_path_have_tokens_of_one_type(tmp_path: Path) -> None:
     write_llm_c(tmp_path / "a.bin", OPENED_TOKENS)
     write_llm_c(tmp_path / "b.bin", OPENED_TOKENS, 20240801, 7)
-    with pytest.raises(UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin has"):
+    with pytest.raises(UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin"):
         open_shards(str(tmp_path))
 
 

@@ -25,7 +25,7 @@ tiers = pytest.mark.parametrize(
     "further", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "further"]
 )
 
-# Values of recipes, command lines and hardware files.
+# Values of recipes and command lines.
 HUGE = "9" * 5000
 ODD_TEXT = (
     "", " ", "\t", "\n", "a\nb", "x" * 300, "y" * 70_000, "é", "\u0301", "²", "٣", "\u2028", "\u202e", "\x7f", "\x1b[2J",

@@ -1,4 +1,4 @@
-"""Random recipes, command lines and environments: each is accepted, or refused in sentences with exit code 2 within two seconds."""
+"""Random recipes and command lines: each is accepted, or refused in sentences with exit code 2 within two seconds."""
 
 import functools
 import json
@@ -11,15 +11,11 @@ import pytest
 
 from tests.forkserver import ROOT
 from tests.fuzz import harness
-from tests.fuzz.command_line import run, run_argparse, train
+from tests.fuzz.command_line import train
 from tests.fuzz.harness import HUGE, ODD_LITERALS, ODD_TEXT
-from titanlike.config import UserError
 from titanlike.config.schema import SchemaKey, describe
-from titanlike.distributed.environment import fail, rank_info
-from titanlike.distributed.launch_config import launch_config, rank_variables_from_slurm
 from titanlike.recipe import PretrainRecipe, to_toml
 from titanlike.run.start import Arguments
-from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.programs import load_known
 
 KEYS = describe(PretrainRecipe)
@@ -298,71 +294,9 @@ def words_case(rng: random.Random, folder: Path) -> None:
         assert not outcome.accepted, f"accepted: {argv}"
 
 
-# Environments.
-
-VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "NPROC", "NNODES", "NODE_RANK", "MAX_RESTARTS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS",
-    "SLURM_NNODES", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
-TEXTS = (
-    "", " ", "0", "1", "2", "4", "8", "-1", "1.0", "two", "²", "٣", "1_0", " 3 ", "+3", "99999", "65536", str(10**15), HUGE,
-    "a\nb", "\udcff",
-)  # fmt: skip
-TORCHRUN = {
-    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}  # fmt: skip
-SRUN = {
-    "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
-    "SLURM_JOB_NODELIST": "gpu[007-008]",
-}  # fmt: skip
-NODES = {
-    "NPROC": "2", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "MAX_RESTARTS": "1",
-}  # fmt: skip
-
-
-def environment_case(rng: random.Random, folder: Path) -> None:
-    """The variables of torchrun, Slurm and `./run_train.sh`, of which some are missing, wrong or of another launcher."""
-    environ = {"CUDA_VISIBLE_DEVICES": ""}
-    for variables in rng.sample((TORCHRUN, SRUN, NODES), rng.choice((1, 1, 2))):
-        environ |= variables
-    for name in rng.sample(list(environ), rng.choice((0, 1, 1, 2, 5))):
-        environ.pop(name, None)
-    for name in rng.sample(VARIABLES, rng.choice((0, 1, 1, 2, 5))):
-        environ[name] = (
-            rng.choice(("", "[", "gpu[", "gpu[007-009,12],cpu1", ",", "a" * 300))
-            if name == "SLURM_JOB_NODELIST"
-            else rng.choice(TEXTS)
-        )
-    try:
-        ranks = rank_info(environ)
-        if not ranks.started_by_launcher and (slurm := rank_variables_from_slurm(environ)) is not None:
-            environ |= slurm
-            ranks = rank_info(environ)
-            assert ranks.started_by_launcher
-        if ranks.started_by_launcher:
-            assert 0 <= ranks.rank < ranks.world_size <= 10**6
-            assert 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
-            assert ranks.restart_count >= 0
-            assert ranks.max_restarts >= 0
-            assert 1 <= int(environ["MASTER_PORT"]) <= 65535
-            return
-        config = launch_config(environ)
-        assert 0 <= config.node_rank < config.num_nodes
-        assert config.processes_per_node >= 1
-        assert config.world_size <= 10**6
-        assert 1 <= config.master_port <= 65535
-        assert 0 <= config.max_restarts <= 10**6
-        assert config.num_nodes == 1 or config.master_address
-    except UserError as error:
-        mistake = error  # outlives this block
-        run(lambda: fail(mistake), [], folder, {})
-
-
 CASES: dict[harness.Case, int] = {
     values_case: 40, program_case: 20, text_case: 20, structure_case: 20, file_name_case: 10, override_case: 30,
-    words_case: 20, titanlike_case: 10, environment_case: 30,
+    words_case: 20,
 }  # fmt: skip
 
 

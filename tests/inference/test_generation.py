@@ -288,7 +288,7 @@ def test_ends_of_a_sequence(alone: None) -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     check_prompts([[1] * 7], 8)
-    with pytest.raises(UserError, match=r"prompt 2 has 8 tokens, but the context of the model is 8 .* to 7 tokens or"):
+    with pytest.raises(UserError, match=r"prompt 2 has 8 tokens, but the context of the model is 8 .* to 7 tokens"):
         check_prompts([[1], [1] * 8], 8)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.launching import ROOT, SMALL, python, run
+from tests.launching import python
 from tests.pool import Ranks
 from tests.training import assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.config import UserError
@@ -318,28 +318,6 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
     found = json.loads((tmp_path / "third/generation_config.json").read_text())
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     assert found == ids | {"pad_token_id": 3, "do_sample": True}
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
-    """With a tiny model and few steps."""
-    keys = {key: value for key, value in SMALL.items() if key not in ("data.source", "training.seq_len")}
-    keys |= {"training.steps": "3", "training.seq_len": "64", "checkpoint.export": "float32"}
-    text = (ROOT / "docs/finetuning.md").read_text()
-    commands = [line.split() for line in text.splitlines() if line.startswith("./run_train.sh train_configs/")]
-    assert len(commands) == 3
-    for _, recipe, *options in commands:
-        named = dict(option.removeprefix("--").split("=", 1) for option in options)
-        done = run(tmp_path, str(ROOT / recipe), **{**keys, **named})
-        assert done.returncode == 0, done.stderr
-        assert ("starting from the weights of runs/base" in done.stdout) == (named["run.name"] != "base")
-        assert ("titanlike generate runs/base --prompt TEXT" in done.stdout) == (named["run.name"] == "base")
-        assert (f"titanlike generate runs/{named['run.name']} --chat" in done.stdout) == (named["run.name"] != "base")
-        assert ("lora    rank 8" in done.stdout) == (named["run.name"] == "sums_lora")
-    reference = AutoTokenizer.from_pretrained(tmp_path / "runs/sums_lora/hf")
-    chat = [{"role": "user", "content": "What is 3 plus 4?"}]
-    assert reference.apply_chat_template(chat, tokenize=False) == "user\nWhat is 3 plus 4?<|endoftext|>"
-    assert export_adapter(open_weights(tmp_path / "runs/sums_lora"), tmp_path / "adapter") > 0
 
 
 def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Path, base: Any) -> None:

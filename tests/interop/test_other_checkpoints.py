@@ -2,7 +2,6 @@
 that these programs wrote."""
 
 import dataclasses
-import json
 import math
 import pickle
 import re
@@ -14,10 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from benchmarks.other_checkpoints import markdown
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
-from tests.launching import ROOT, SMALL, losses, python, run
+from tests.launching import SMALL, losses, python, run
 from tests.training import GPT_, QWEN3, changed, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
@@ -262,24 +260,6 @@ def test_weights_alone_are_the_checkpoint_of_step_0(tmp_path: Path) -> None:
     assert read_state(LocalStore(tmp_path / "asked/checkpoints"), 0).imported == "torchtitan"
 
 
-def test_a_run_starts_from_imported_weights(runs: Path) -> None:
-    recipe = (runs / "runs/first/recipe.toml").read_text().replace('name = "first"', 'name = "third"')
-    (runs / "third.toml").write_text(recipe)
-    loaded = changed(load(PretrainRecipe, runs / "third.toml", {}), run=dict(dir=str(runs / "runs")))
-    weights = open_weights(runs / "runs/first")
-    assert isinstance(weights, CheckpointWeights)
-    export_checkpoint(weights, runs / "last")
-    import_checkpoint(runs / "last", loaded, weights_only=True)
-    done = run(runs, "third.toml", **{"training.steps": "1", "schedule.warmup_steps": "0", "optimizer.lr": "1e-30"})
-    assert done.returncode == 0, done.stderr
-    assert "starting from the weights of a checkpoint of torchtitan" in done.stdout
-    found, expected = (
-        read_whole(runs / f"runs/{name}")["model"]
-        for name in ("third/checkpoints/step-00000001", "first/checkpoints/step-00000004")
-    )
-    assert_equal_state({"model": found}, {"model": expected})
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = torchtitan_state(LLAMA)
     source = save(tmp_path / "step-3", state)
@@ -317,7 +297,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> N
         save(tmp_path / "same", state), tiny(tmp_path, "same", model=QWEN3)
     )
     state["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight; set"):
+    with pytest.raises(UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight"):
         import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
 
 
@@ -352,15 +332,3 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: math.floor(file.stat().st_size / 2)])
     with pytest.raises(UserError, match="damaged: b cannot be read"):
         DCPFolder(folder).read("b", (0, 0), (3, 4))
-
-
-def test_the_page_has_the_measured_losses() -> None:
-    results = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())
-    page = (ROOT / "docs/migration_results.md").read_text()
-    assert markdown(results) in page
-    for values in results["megatron"].values():
-        assert f"{values['largest_difference']:.1e}" in page and values["largest_difference"] < 1e-5
-    for model in results["models"].values():
-        for name, of_run in model.items():
-            reference = model[name.partition(",")[0]]
-            assert all(abs(of_run[str(step)] - reference[str(step)]) < 1e-5 for step in range(11, 16)), name
