@@ -116,7 +116,8 @@ def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.Monk
     started: list[Any] = []
     monkeypatch.setattr("titanlike.distributed.torchrun.torchrun", lambda *arguments: started.append(arguments) or 0)
     monkeypatch.setenv("NPROC", "2")
-    for arguments in (["generate", str(folder / "hf"), "--prompt", "a"], ["evaluate", "hf", "--data", "text.txt"]):
+    evaluated = str(folder / "text.txt")
+    for arguments in (["generate", str(folder / "hf"), "--prompt", "a"], ["evaluate", "hf", "--data", evaluated]):
         cli(*arguments)
         config, words, _ = started.pop()
         assert config.world_size == 2

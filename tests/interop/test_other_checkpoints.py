@@ -16,14 +16,14 @@ from torch import Tensor
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
 from tests.launching import SMALL, losses, python, run
-from tests.training import GPT_, QWEN3, changed, tiny
+from tests.training import GPT_, QWEN3, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import UserError
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.interop.weights import CheckpointWeights, open_weights
 from titanlike.models.common.config import TransformerConfig
-from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.tools.migration.checkpoints import export_checkpoint, import_checkpoint
 from titanlike.tools.migration.dcp import DCPFolder
