@@ -12,7 +12,6 @@ from titanlike.tools.data.quality.hashing import (
     ROWS,
     Words,
     band_keys,
-    select,
     shingles_of,
     signatures_of,
     words_of,
@@ -46,21 +45,6 @@ def test_words_of_a_text(text: str, expected: str) -> None:
 
 def random_texts(rng: random.Random, count: int) -> list[str]:
     return [" ".join(rng.choices("abcdefgh", k=rng.choice([0, 1, 3, 4, 5, 6, 300]))) for _ in range(count)]
-
-
-def test_shingles_are_those_of_each_text_alone() -> None:
-    texts = random_texts(random.Random(0), 60)
-    words = words_of([text.encode() for text in texts])
-    for size in (2, 5):
-        values: dict[tuple[str, ...], int] = {}
-        for text, found in zip(texts, split(shingles_of(words, size)), strict=True):
-            tokens = text.split()
-            expected = [tuple(tokens[at : at + size]) for at in range(max(len(tokens) - size + 1, min(len(tokens), 1)))]
-            assert len(found) == len(expected)
-            assert all(values.setdefault(key, value) == value for key, value in zip(expected, found, strict=True))
-        assert len(set(values.values())) == len(values)
-    kept = [number % 3 == 0 for number in range(60)]
-    assert split(select(words, kept)) == split(words)[::3]
 
 
 def test_signatures_estimate_the_similarity() -> None:

@@ -169,8 +169,8 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path, name: str) -> None:
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(records, "BLOCK", 2**15)
     rng = random.Random(0)
-    rows = [{"text": "".join(rng.choices("abc é\n", k=2000))} for _ in range(1000)]  # about 2.5 MB
-    found = file(tmp_path / name, as_stream(rows, 100) if name == "a.arrow" else FORMATS[name](rows))
+    rows = [{"text": "".join(rng.choices("abc é\n", k=2000))} for _ in range(400)]  # about 1 MB
+    found = file(tmp_path / name, as_stream(rows, 20) if name == "a.arrow" else FORMATS[name](rows))
     del rows
     tracemalloc.start()
     before = pa.total_allocated_bytes()
@@ -179,7 +179,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
         most = max(most, pa.total_allocated_bytes() - before) if count % 50 == 0 else most
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count == 1000
+    assert count == 400
     assert peak + most < found.size / 3
 
 
@@ -243,7 +243,7 @@ def test_a_remote_table_is_read(tmp_path: Path, served: Web) -> None:
 MANY = [{"id": str(n), "text": f"text {n} " * (1 + n % 5)} for n in range(600)]
 
 
-@pytest.mark.parametrize("name", ["a.csv", "b.json", "a.json.gz", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.csv", "a.json.gz", "a.arrow"])
 def test_prepared_documents_are_those_of_json_lines(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With work units that are smaller than the file, which only JSON lines and Parquet are split into."""
     monkeypatch.setattr("titanlike.data.tokens.work_units.MIN_SIZE", 1000)

@@ -15,7 +15,6 @@ from tests.interop.models import CONFIGS, export_model, model_of
 from tests.pool import Ranks
 from tests.preferences import preference_recipe, write_pairs
 from tests.training import train
-from titanlike.config.finetune import Lora
 from titanlike.config.sections import Tokenizer
 from titanlike.data.batches.preference_sequences import open_sources
 from titanlike.data.tokens.chat_template import build_chat_template
@@ -129,36 +128,3 @@ def test_five_steps_equal_a_plain_loop(ranks: Ranks, tmp_path: Path, base: Any) 
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
             assert record[name] == pytest.approx(expected[name][step], rel=5 * loss_error, abs=5 * loss_error)
         assert record["grad_norm"] == pytest.approx(expected["norm"][step], rel=100 * loss_error)
-
-
-def test_the_sources_of_the_reference_are_equal_to_the_bit(ranks: Ranks, tmp_path: Path, base: Any) -> None:
-    def metrics(name: str, **sections: Any) -> list[dict[str, Any]]:
-        recipe = recipe_of(tmp_path, name, base, **sections)
-        train(ranks(1), recipe)
-        times = {
-            "tokens_per_second", "tflops_per_device", "memory_gib", "data_wait", "step_seconds", "elapsed_seconds", "mfu",
-        }  # fmt: skip
-        return [
-            {key: value for key, value in each.items() if key not in times and not key.startswith(("gpu/", "host/"))}
-            for each in records(recipe)
-        ]
-
-    expected = metrics("model")
-    assert metrics("precomputed", preference=dict(reference="precomputed")) == expected
-    (cached,) = (tmp_path / "cache/preferences").glob("reference-*")
-    before = cached.stat().st_mtime_ns
-    assert metrics("cached", preference=dict(reference="precomputed")) == expected
-    assert cached.stat().st_mtime_ns == before
-    lora = Lora(rank=4)
-    adapted = metrics("adapter_off", lora=lora)
-    assert adapted != expected
-    assert metrics("adapter_model", lora=lora, preference=dict(reference="model")) == adapted
-    assert metrics("adapter_cache", lora=lora, preference=dict(reference="precomputed")) == adapted
-    # Other weights have another reference.
-    other = tmp_path / "other"
-    export_model(model_of(base[0], seed=1), base[0], other)
-    recipe = recipe_of(
-        tmp_path, "other_weights", base, preference=dict(reference="precomputed"), training=dict(steps=1)
-    )
-    train(ranks(1), dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, initial=str(other))))
-    assert len(list((tmp_path / "cache/preferences").glob("reference-*"))) == 2
