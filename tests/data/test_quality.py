@@ -287,12 +287,8 @@ def test_errors_of_a_filter_name_the_record(
     ("num_files", "ending", "message"),
     [
         # One work unit, which this process would do itself without a filter.
-        (1, "os._exit(0)", r"a worker process ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
-        (
-            40,
-            "os.kill(os.getpid(), 9)",
-            r"a worker process was killed by SIGKILL .*, or --filter .*my\.py:keep ended it",
-        ),
+        (1, "os._exit(0)", r"ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
+        (40, "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*, or --filter .*my\.py:keep ended it"),
     ],
 )
 def test_a_filter_that_ends_its_process_is_named(

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,33 +75,6 @@ def test_the_cache_is_not_longer_than_the_context(alone: None) -> None:
     assert any(texts)
 
 
-def document_masks(model: nn.Module) -> list[DocumentMask]:
-    return [module for module in model.modules() if isinstance(module, DocumentMask)]
-
-
-@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3", "DeepSeek-V3", "DeepSeek-V2-Lite", "GPT-OSS"])
-def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
-    config = CONFIGS[name]
-    if "Gemma" in name:
-        config = dataclasses.replace(config, sliding_window=4)  # type: ignore[type-var]
-    model, tokens = model_of(config), torch.arange(24).view(2, 12)
-    masks = document_masks(model)
-    with torch.no_grad():
-        expected = model(tokens)
-        with apply_kv_cache(blocks(model), batch_size=2, max_length=12, document_masks=masks) as cache:
-            cache.start()
-            parts = [
-                model(tokens[:, first:end], position_ids=torch.arange(first, end)[None])
-                for first, end in ((0, 5), (5, 9), (9, 10), (10, 12))
-            ]
-            caches = [module.cache for module in model.modules() if isinstance(module, CachedAttention)]
-        if "DeepSeek" in name:  # the latent vector of each token, and the key that is rotated
-            shape = (2, 1, 12, config.kv_lora_rank + config.qk_rope_head_dim)  # type: ignore[attr-defined]
-            assert [[one.shape for one in cache or ()] for cache in caches] == [[shape]] * config.num_layers
-        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(model(tokens), expected)  # the model is as before
-
-
 def test_misuse_of_the_cache_is_reported() -> None:
     config = CONFIGS["grouped-query"]
     model = model_of(config)
@@ -109,13 +83,9 @@ def test_misuse_of_the_cache_is_reported() -> None:
     too_small = "holds 1 sequences of 4 tokens, not 1 of 5; apply a larger one"
     with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match=too_small):
         model(torch.zeros(1, 5, dtype=torch.long))
-    with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match="document_ids"):
-        model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
-    masks = document_masks(model)
-    with (
-        apply_kv_cache(blocks(model), batch_size=1, max_length=4, document_masks=masks),
-        pytest.raises(UserError, match="document_ids"),
-    ):
+    masks = [module for module in model.modules() if isinstance(module, DocumentMask)]
+    options: dict[str, Any] = dict(batch_size=1, max_length=4, document_masks=masks)
+    with apply_kv_cache(blocks(model), **options), pytest.raises(UserError, match="document_ids"):
         model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
 
 

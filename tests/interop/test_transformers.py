@@ -282,6 +282,7 @@ def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "again").glob("*.safetensors"))
     assert len(files) > 1 and set(index["weight_map"].values()) == {file.name for file in files}
+    assert index["metadata"]["total_parameters"] == config.num_parameters()
     again = {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
     expected = safetensors.torch.load_file(tmp_path / "saved/model.safetensors")
     assert again.keys() == expected.keys() == index["weight_map"].keys()
