@@ -1,7 +1,9 @@
 """Fine-tuning: the first loss is that of transformers, and exports hold the result of LoRA."""
 
 import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -287,6 +289,7 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(
     assert tokenizer.decode(found) == "yes<|im_end|>"
     assert stop_tokens(weights, build_tokenizer(weights.tokenizer)) == {0, end_of_document, end_of_turn}
     monkeypatch.setenv("NPROC", "1")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for path in ("run", "hf"):
         printed = cli("generate", tmp_path / path, "--chat", "--prompt", question["content"], "--temperature=0")
         assert (printed.out, printed.err) == ("yes\n", "")
