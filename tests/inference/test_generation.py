@@ -41,7 +41,7 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
 
 @pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 3", "DeepSeek-V2", "GPT-OSS"])
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
-    config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
+    config, mesh, count = CONFIGS[name], build_mesh("cpu"), 16
     model = model_of(config)
     prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
     alone_each = [
@@ -97,9 +97,9 @@ def _generated(name: str) -> list[str]:
     tokenizer = byte_tokenizer()
     texts = []
     for sampling in (Sampling(), Sampling(0.9, 50, 0.95)):
-        with cached(model, mesh, config, 30) as next_logits:
+        with cached(model, mesh, config, 12) as next_logits:
             texts += generate(
-                next_logits, [tokenizer.opening(prompt) for prompt in PROMPTS], tokenizer, sampling, max_new_tokens=30, seed=3
+                next_logits, [tokenizer.opening(prompt) for prompt in PROMPTS], tokenizer, sampling, max_new_tokens=12, seed=3
             )  # fmt: skip
     return texts
 
@@ -136,7 +136,7 @@ def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alon
 
     # As many tokens as the tokenizer has: transformers may choose the others.
     config = dataclasses.replace(CONFIGS[name], vocab_size=257)  # type: ignore[type-var]
-    model, count = model_of(config), 60
+    model, count = model_of(config), 24
     folder = export_model(model, config, tmp_path / "hf")
     reference, reference_tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer = byte_tokenizer()
