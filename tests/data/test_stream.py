@@ -5,22 +5,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
-from tests.data.sequences import BYTES, open_stream, write
+from tests.data.sequences import open_stream, write
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import stream
-from titanlike.data.batches.sources import open_sources
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
-from titanlike.data.tokens.tokenizer import build_tokenizer
 
 END = 256
 
