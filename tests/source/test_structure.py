@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.mutations import known_errors
+from benchmarks.mutations import known_errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titanlike"
