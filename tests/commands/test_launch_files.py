@@ -61,6 +61,19 @@ def test_slurm_batch_file(tmp_path: Path, cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "provider"),
+    [
+        (["--nodes=2", "--hardware=ml.p5.48xlarge"], True), (["--hardware=ml.p5.48xlarge"], False), (["--nodes=2"], False),
+    ],
+)  # fmt: skip
+def test_a_slurm_job_of_several_instances_with_efa_requires_it(
+    options: list[str], provider: bool, tmp_path: Path, cli: Cli
+) -> None:
+    cli("launch", "slurm", RECIPE, f"--out={tmp_path}/out", "--dry-run", *options)
+    assert ("\nexport FI_PROVIDER=${FI_PROVIDER:-efa}\n" in (tmp_path / "out/job.sbatch").read_text()) == provider
+
+
+@pytest.mark.parametrize(
     ("target", "options", "message"),
     [
         ("slurm", ["--nodes=3"], "training.global_batch_size = 128 does not divide over 24 data-parallel ranks"),

@@ -175,7 +175,11 @@ def test_the_plans_of_published_runs_are_those_of_today() -> None:
 def test_the_cost_of_jobs_is_that_of_today() -> None:
     assert f"\n{sagemaker_study.cost()}\n" in (ROOT / "benchmarks/LOG.md").read_text()
     plan = plan_or_none(load_known(recipe_path("llama3_8b"), {}), 32, load_hardware("ml.p5.48xlarge"))
-    assert plan and f"\nplan        {brief(plan)}\n" in (ROOT / "docs/sagemaker.md").read_text()
+    page = (ROOT / "docs/sagemaker.md").read_text()
+    assert plan and f"\nplan        {brief(plan)}\n" in page
+    rows = json.loads((ROOT / "benchmarks/results/planner_validation.json").read_text())["rows"]
+    errors = [row["error"] for row in rows if row["table"] in ("SageMaker study", "AWS sample")]
+    assert f"[{min(errors):.0%} to {max(errors):.0%} too fast](results.md#accuracy-of-plans)" in page
 
 
 def test_all_cases_are_measured() -> None:

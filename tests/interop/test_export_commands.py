@@ -37,6 +37,24 @@ def titanlike(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return python(folder, "-m", "titanlike.tools.cli.main", *words)
 
 
+def test_the_tokenizer_of_an_export_may_be_elsewhere(runs: Path, tmp_path: Path) -> None:
+    """As of a job whose files are gone. Another one is refused, as is an option without effect."""
+    folder = tmp_path / "tokenizer"
+    assert titanlike(runs, "export", "runs/first", str(folder)).returncode == 0
+    options = {"tokenizer.encoding": str(folder), "run.name": "elsewhere", "run.dir": str(tmp_path / "runs")}
+    done = run(tmp_path, **SMALL | options | {"training.steps": "2"})
+    assert done.returncode == 0, done.stderr
+    folder.rename(tmp_path / "moved")
+    source = str(tmp_path / "runs/elsewhere")
+    assert "neither a file nor a tiktoken encoding" in titanlike(tmp_path, "export", source, "model").stderr
+    done = titanlike(tmp_path, "export", source, "model", "--tokenizer", "moved")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model/tokenizer.json").is_file()
+    other = titanlike(tmp_path, "export", source, "other", "--tokenizer", "bytes")
+    assert "'bytes' is not the tokenizer of" in other.stderr and not (tmp_path / "other").exists()
+    assert "omit it with" in titanlike(tmp_path, "export", source, "a", "--adapter", "--tokenizer", "moved").stderr
+
+
 def test_export_and_import(runs: Path, tmp_path: Path) -> None:
     done = titanlike(runs, "export", "runs/first", str(tmp_path / "model"), "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
