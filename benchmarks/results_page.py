@@ -23,13 +23,14 @@ from benchmarks import (
     quality_results,
     save_stall,
     side_by_side,
+    silent_bugs,
     soak,
     speedrun,
     startup,
     tokens_equal,
 )
 from benchmarks.common import ROOT, table
-from tests import parity, silent_bugs
+from tests import parity
 from titanlike.tools.null_gpu import recipes
 from titanlike.tools.sweep.results import table as sweep_table
 
@@ -284,7 +285,7 @@ def bugs() -> list[str]:
         "## Silent bugs",
         text(f"""
             {len(silent_bugs.BUGS)} published cases of training that runs, prints a plausible loss, and is wrong. Each is
-            reconstructed in a tiny module of `tests/silent_bugs.py`; [`titanlike verify`](verify.md) finds it with the
+            reconstructed in a tiny module of `benchmarks/silent_bugs.py`; [`titanlike verify`](verify.md) finds it with the
             layout in the table, and accepts the module without the bug. The cases say nothing about the present state of
             the projects. Recorded by {source('silent_bugs_cpu')}.
         """),

@@ -85,6 +85,11 @@ def metadata(step: int) -> CheckpointMetadata:
     return CheckpointMetadata(step, {}, "", {}, {})
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Returns the content of each file below a folder."""
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def refusal(folder: Path, saved: Any, **sections: Any) -> str:
     with pytest.raises(UserError) as error:
         resume(saved, tiny(folder, "run", **sections), "abc", saved.layout, MACHINE)

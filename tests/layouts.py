@@ -1,5 +1,6 @@
 """Recipes of four processes under each layout, and the batches that their ranks train on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sections: Any) -> PretrainRecipe:
     parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
     return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
+
+
+def stream_of(folder: Path) -> dict[str, Any]:
+    """Writes files of short documents, most of them shorter than a sequence. Returns a section that streams them."""
+    (folder / "corpus").mkdir()
+    for number in range(8):
+        lines = [json.dumps({"text": f"{number} and {line}; " * (1 + line % 3)}) for line in range(60)]
+        (folder / f"corpus/{number}.jsonl").write_text("\n".join(lines))
+    paths = dict(path=str(folder / "corpus"), validation_path=str(folder / "corpus/7.jsonl"), cache=str(folder))
+    return dict(source="stream", **paths)
 
 
 def training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:

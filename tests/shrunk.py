@@ -13,16 +13,9 @@ from titanlike.tools.programs import toml
 from titanlike.tools.verify.small_recipe import shrink
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
-
-
 MICROBATCHES = 2  # per step, under any layout
-
-
 WARM = 3  # the first step after warm-up
-
-
 STEPS = 4
-
 
 # The recipes below cover each kind; others differ only in sizes.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes import distill, dpo, finetune, mlm, pretrain, seq2seq
+from tests.launching import records
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config.dpo import PreferenceData
@@ -45,8 +47,10 @@ from titanlike.recipe.finetune import FinetuneRecipe, lora_of
 from titanlike.recipe.mlm import MlmRecipe
 from titanlike.recipe.seq2seq import Seq2SeqRecipe
 from titanlike.run.changes import check_resume
+from titanlike.run.run import Run
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.tools.verify.recipe import Result, differences
+from titanlike.utils.modules import copies_of
 
 mesh_of = functools.cache(build_mesh)
 
@@ -191,6 +195,36 @@ def train(pool: Pool, recipe: PretrainRecipe) -> Result:
     """Runs the recipe on all ranks of the pool."""
     pool.run(train_on_rank, recipe)
     return result(recipe)
+
+
+def weights_on_rank(recipe: PretrainRecipe) -> dict[str, Tensor]:
+    """Runs the recipe on this rank of a pool. The first rank of each pipeline stage returns its weights, gathered from shards."""
+    trained: list[nn.Module] = []
+    restore = Run.restore
+
+    def restored(run: Run, model: nn.Module, *arguments: Any, **others: Any) -> None:
+        trained.append(model)
+        restore(run, model, *arguments, **others)
+
+    with mock.patch.object(Run, "restore", restored):
+        train_on_rank(recipe)
+    copies = copies_of(trained[0])
+    weights = {copies.get(name, name): full_tensor(value) for name, value in trained[0].state_dict().items()}
+    is_first = dist.get_rank() % (dist.get_world_size() // recipe.parallelism.pipeline) == 0
+    return weights if is_first else {}
+
+
+def train_unsaved(pool: Pool, recipe: PretrainRecipe) -> Result:
+    """Runs the recipe without checkpoints. The state has the weights only."""
+    recipe = changed(recipe, checkpoint=dict(enabled=False))
+    weights = {name: value for of_rank in pool.run(weights_on_rank, recipe) for name, value in of_rank.items()}
+    steps = records(Path(recipe.run.dir, recipe.run.name))
+    return Result(
+        losses=[record["loss"] for record in steps if "loss" in record],
+        gradient_norms=[record["grad_norm"] for record in steps if "loss" in record],
+        validation=[record["validation_loss"] for record in steps if "validation_loss" in record],
+        state={"model": weights},
+    )
 
 
 def result(recipe: PretrainRecipe) -> Result:

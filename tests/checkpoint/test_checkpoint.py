@@ -1,73 +1,22 @@
-"""Checkpoints across layouts, and bit-exact resumption."""
+"""A resume: what it refuses and reports, the records of a resumed run, and interrupted writes to a run directory."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.checkpoints import MACHINE, assert_equal_state, assert_identical, drop_last, reshard, saved_by, saved_steps
+from tests.checkpoints import MACHINE, drop_last, saved_by
 from tests.launching import records
-from tests.pool import Ranks
-from tests.training import GPT_, assert_same, result, resume, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from tests.pool import Ranks, user_error
+from tests.training import GPT_, resume, tiny, train
 from titanlike.config import UserError
-from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.config.shipped import train_command
-from titanlike.run.run_dir import RunDirectory, machine_metadata
-
-LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, processes: int) -> None:
-    recipe = tiny(
-        tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=4), checkpoint=dict(interval=2),
-        validation=dict(interval=2),
-    )  # fmt: skip
-    expected = train(ranks(processes), recipe)
-    for _ in range(2):  # a second resume, from a checkpoint of a resumed run
-        drop_last(tmp_path / "run")
-        assert_identical(train(ranks(processes), recipe), expected)
-
-
-@pytest.mark.parametrize(("saver", "loader"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
-    options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
-    recipe = tiny(tmp_path, "run", parallelism=LAYOUTS[saver], **options)
-    expected = train(ranks(saver), recipe)
-    drop_last(tmp_path / "run")
-    before = result(recipe)
-    # Loading and saving without a step in between preserves every weight and every moment.
-    moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
-    assert_equal_state(reshard(ranks(loader), recipe, moved, tmp_path / "moved"), before.state)
-    # Further training sees the same data, and agrees up to rounding.
-    assert_same(train(ranks(loader), moved), expected)
-
-
-def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_deleted(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    (folder / "step-00000001.partial").mkdir(parents=True)
-    train(ranks(1), tiny(tmp_path, "run", checkpoint=dict(interval=1, keep=3)))
-    expected = ["latest", "step-00000003", "step-00000004", "step-00000005"]
-    assert sorted(path.name for path in folder.iterdir()) == expected
-    assert (folder / "latest").read_text() == "step-00000005\n"
-
-
-def test_keep_every_preserves_older_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    train(ranks(1), tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)))
-    assert [path.name[-1] for path in saved_steps(tmp_path / "run")] == ["4", "8", "9"]
-
-
-def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = tiny(tmp_path, "run", checkpoint=dict(interval=4))
-    expected = train(ranks(1), recipe)
-    last = tmp_path / "run" / "checkpoints" / "step-00000005"
-    last.rename(last.with_name("step-00000005.partial"))
-    assert train(ranks(1), recipe).losses == expected.losses
-    steps = [record["step"] for record in records(tmp_path / "run") if "save_seconds" not in record]
-    assert steps == [1, 2, 3, 4, 5, 5]  # the last step with its validation; no step twice
+from titanlike.run.run import Run
+from titanlike.run.run_dir import RunDirectory, _best_validation, machine_metadata
+from titanlike.utils import atomic_write
 
 
 @pytest.mark.parametrize(
@@ -155,33 +104,52 @@ def test_a_resumed_run_has_the_records_of_an_uninterrupted_run(ranks: Ranks, tmp
     assert recorded() == [1, 4, 8, 10]
 
 
-def test_a_run_without_a_checkpoint_starts_over(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = tiny(tmp_path, "run")
-    expected = train(ranks(1), recipe)
-    drop_last(tmp_path / "run")
-    run = RunDirectory(recipe)
-    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: starting at step 1"
-    assert train(ranks(1), recipe).losses == expected.losses
-
-
-def test_a_deleted_run_directory_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
-    with pytest.raises(
-        AssertionError,
-        match=r"the save failed: .*checkpoints does not exist: the run directory was moved or deleted .*; there is no checkpoint",
-    ):
-        ranks(1).run(_save_into, tmp_path / "gone" / "checkpoints")
-
-
-def _save_into(folder: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    saved = CheckpointMetadata(1, {}, "", {}, {})
-    with CheckpointManager(str(folder), Checkpoint(max_failures=1)) as checkpoints:
-        checkpoints.save(model, torch.optim.AdamW(model.parameters()), saved, wait=True)
-
-
 def test_the_shutdown_message_shows_how_to_resume(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "with space", "run")
     run = RunDirectory(recipe)
     assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
     assert run.shutdown_message() == f"stopped; to resume from step 5: {train_command()} '{run.path}/recipe.toml'"
+
+
+@pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
+def test_interrupted_open_leaves_complete_files(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """A truncated recipe would still be valid, with default values for the missing keys."""
+    recipe = tiny(tmp_path, "run")
+    run = RunDirectory(recipe)
+    run.open(torch.device("cpu"), resumed_step=0)
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    write_all = atomic_write.write_all
+
+    def write_half(file: BinaryIO, content: bytes) -> None:
+        if not Path(file.name).name.startswith(victim):
+            return write_all(file, content)
+        write_all(file, content[: len(content) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(atomic_write, "write_all", write_half)
+    with pytest.raises(
+        UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
+    ):
+        run.open(torch.device("cpu"), resumed_step=2)
+    kept = [path for path in before if path.stem == victim]
+    assert kept and all(path.read_bytes() == before[path] for path in kept)
+    assert {path for path in run.path.iterdir() if path.is_file()} == before.keys()
+
+
+def test_a_run_whose_records_were_deleted_is_complete(tmp_path: Path) -> None:
+    assert _best_validation(tmp_path / "metrics.jsonl") == f"{tmp_path}/metrics.jsonl was deleted during training"
+
+
+def _error_of_another_recipe(folder: Path) -> str:
+    recipe = tiny(folder, "run", training=dict(steps=3 + dist.get_rank()))
+    return user_error(Run(recipe).__enter__)
+
+
+def test_ranks_whose_recipes_differ_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    message = "the recipes of rank 1 and rank 0 differ in training.steps; give all ranks the same"
+    assert ranks(2).run(_error_of_another_recipe, tmp_path) == [message] * 2
+    assert not (tmp_path / "run").exists()

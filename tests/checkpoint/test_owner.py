@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import metadata, small_model
+from tests.checkpoints import contents, metadata, small_model
 from tests.training import tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager
 from titanlike.config import UserError
@@ -32,20 +32,16 @@ def recipe(folder: Path, shared: str, **checkpoint: Any) -> PretrainRecipe:
     )  # fmt: skip
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_a_run_of_the_same_name_in_another_directory_is_refused(tmp_path: Path, shared: str) -> None:
     train_on_rank(recipe(tmp_path / "a", shared))
-    before = files(tmp_path / "shared")
+    before = contents(tmp_path / "shared")
     expected = (
         rf"{shared}/run holds the checkpoints of the run {tmp_path}/a/run \(process \d+ on host .*, started .*\); give "
         r"--run.name or --checkpoint.dir to start another run, or --checkpoint.allow_changed='\[\"run.dir\"\]' to continue"
     )
     with pytest.raises(UserError, match=expected):
         train_on_rank(recipe(tmp_path / "b", shared))
-    assert files(tmp_path / "shared") == before
+    assert contents(tmp_path / "shared") == before
     assert not (tmp_path / "b/run").exists()  # in particular, no weights of the other run
 
 
@@ -85,7 +81,7 @@ def test_a_run_that_still_trains_stops_when_another_one_takes_over(tmp_path: Pat
     assert found and found.step == 1
     second.archive_after(1)
     second.save(model, optimizer, metadata(2))
-    before = files(tmp_path / "shared")
+    before = contents(tmp_path / "shared")
     with torch.no_grad():
         model.weight.fill_(7)
     taken_over = (
@@ -95,7 +91,7 @@ def test_a_run_that_still_trains_stops_when_another_one_takes_over(tmp_path: Pat
     with pytest.raises(UserError, match=taken_over):  # at the first failure: the next save would fail, too
         first.save(model, optimizer, metadata(2))  # would replace the other's
     assert first.has_failed
-    assert files(tmp_path / "shared") == before
+    assert contents(tmp_path / "shared") == before
     if "://" not in shared:
         with pytest.raises(UserError, match="was taken over by the run"):
             first.newest()
@@ -125,6 +121,21 @@ def test_a_run_that_is_replaced_while_it_saves_publishes_nothing(
     with pytest.raises(UserError, match="was taken over by the run"):
         first.save(*small_model(), metadata(1))
     assert second.store.steps() == []
+
+
+def test_a_directory_that_disappears_during_training(tmp_path: Path, shared: str) -> None:
+    """Such as an unmounted disk."""
+    section = Checkpoint(mode="sync", max_failures=1)
+    checkpoints = CheckpointManager(shared, section, owner=tmp_path / "a")
+    checkpoints.archive_after(0)
+    checkpoints.save(*small_model(), metadata(2))
+    (tmp_path / "shared").rename(tmp_path / "lost")
+    lost = f"{shared}/owner.json does not exist: the directory was moved or deleted during training; the last valid "
+    with pytest.raises(UserError, match=lost):
+        checkpoints.save(*small_model(), metadata(4))
+    assert not (tmp_path / "shared").exists()
+    (tmp_path / "lost").rename(tmp_path / "shared")
+    assert CheckpointManager(shared, section, owner=tmp_path / "a").find() == metadata(2)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"run": 3}', "[" * 100_000, "\xff"])

@@ -143,13 +143,6 @@ def test_a_rank_reads_its_shards_and_its_share_of_the_verification(
     assert_equal_state(after, before)
 
 
-@pytest.mark.slow
-def test_without_hashes_only_the_shards_are_read(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, FSDP)
-    for rank in ranks(4).run(load, tmp_path, FSDP, "size"):
-        assert rank["read"] < rank["needed"] + HEADER
-
-
 def refusal(folder: Path) -> str:
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
     with CheckpointManager(f"counted://{folder}/saved", Checkpoint()) as checkpoints:

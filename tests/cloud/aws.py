@@ -1,4 +1,4 @@
-"""AWS on loopback: moto's server, with job states, errors and network failures that moto does not simulate.
+"""AWS on loopback: moto's server, with job states and errors that moto does not simulate.
 
 Jobs complete at once; `set_status` changes a job's status, and `before` runs a function before each call of an operation.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from botocore.exceptions import EndpointConnectionError
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
 
@@ -137,8 +136,3 @@ def in_sequence(*steps: Callable[[], Any]) -> Callable[[], Any]:
 
 def no_change() -> None:
     """A poll without a change."""
-
-
-def network_down() -> None:
-    """Raises the error of an unreachable network."""
-    raise EndpointConnectionError(endpoint_url="https://api.sagemaker.us-east-1.amazonaws.com/")

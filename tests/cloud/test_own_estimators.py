@@ -116,9 +116,8 @@ def source_dir(folder: Path, *, copied: bool) -> Path:
     [
         ("v3", False),
         pytest.param("v2", True, marks=pytest.mark.slow),
-        pytest.param("v3", True, marks=pytest.mark.every),
     ],
-    ids=["v3-forked", "v2-real", "v3-real"],
+    ids=["v3-forked", "v2-real"],
 )
 def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: bool, tmp_path: Path) -> None:
     code, base = source_dir(tmp_path, copied=real), opt_ml(tmp_path)
@@ -173,22 +172,6 @@ def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path
     assert done.stdout.startswith("usage: of the copy"), done.stderr
 
 
-def test_keys_take_precedence_over_the_directories_of_a_job(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(f'extends = "{ROOT}/{RECIPE}"\nrun.name = "mine"\n')
-    variables = {"SM_MODEL_DIR": "/opt/ml/model"}
-    for options, directory, name in (
-        ((), "/opt/ml/checkpoints", "mine"),
-        (("--run.dir=elsewhere",), "elsewhere", "mine"),
-        (("--run.name=other",), "/opt/ml/checkpoints", "other"),
-    ):
-        job = Forked(
-            [sys.executable, str(ROOT / "recipes/pretrain.py"), "--recipe", "own.toml", *options, "--resolved"], cwd=tmp_path,
-            env=environment(**variables), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        output, _ = job.communicate(timeout=60)
-        assert f'[run]\nname = "{name}"\ndir = "{directory}"\n' in output
-
-
 def test_the_directories_of_a_job(tmp_path: Path) -> None:
     assert sagemaker_job({}) is None
     variables = {"SM_MODEL_DIR": "/opt/ml/model"}
@@ -234,28 +217,28 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        ((), ('path = "/c/train"', 'validation_path = "/c/validation"')),
+        ((), ('path = "/c/train"', 'validation_path = "/c/validation"', 'name = "mine"')),
+        (("--run.dir=elsewhere",), ('name = "mine"', 'dir = "elsewhere"')),
+        (("--run.name=other",), ('name = "other"',)),
         (("--data.path=/mine",), ('path = "/mine"', 'validation_path = "/c/validation"')),
         (("--data.mixture=['/c/train/a', '/c/train/b']",), ('path = ""', 'mixture = ["/c/train/a", "/c/train/b"]')),
     ],
 )
 def test_channels_are_data_paths(
-    words: tuple[str, ...],
-    lines: tuple[str, ...],
-    job: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], lines: tuple[str, ...], job: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
-    """They take precedence over the recipe's, and hyperparameters over both."""
+) -> None:  # fmt: skip
+    """They and the job's directories take precedence over the recipe's, and hyperparameters over both."""
     recipe = job / "own.toml"
     path = "" if words and "mixture" in words[0] else 'path = "data/here"\n'
-    recipe.write_text(f'extends = "{ROOT}/{RECIPE}"\n[data]\nsource = "shards"\n{path}')
+    recipe.write_text(f'extends = "{ROOT}/{RECIPE}"\nrun.name = "mine"\n[data]\nsource = "shards"\n{path}')
     for name in ("train", "validation"):
         monkeypatch.setenv(f"SM_CHANNEL_{name.upper()}", f"/c/{name}")
     with pytest.raises(SystemExit):
         start(PretrainRecipe, [str(recipe), *words, "--resolved"])
     resolved = capsys.readouterr().out.splitlines()
     assert {*lines} <= {*resolved}
+    assert (f'dir = "{job.parents[1]}/checkpoints"' in resolved) == ("--run.dir=elsewhere" not in words)
 
 
 def test_the_jobs_of_a_tuner_do_not_share_a_run(

@@ -49,10 +49,11 @@ def test_the_user_policy_allows_the_commands(aws: Aws) -> None:
 
 
 def test_the_role_policy_allows_only_the_job_locations() -> None:
-    job = TrainingJob(**{**vars(JOB), "bucket": "BUCKET", "channels": (Channel("data.path", "s3://BUCKET/tokens/c4"),)})
+    channels = Channel("data.path", "s3://BUCKET/tokens/c4"), Channel("checkpoint.initial", "s3://BUCKET/models/llama3")
+    job = TrainingJob(**{**vars(JOB), "bucket": "BUCKET", "channels": channels})
     request = request_for(job)
     uris = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in request["InputDataConfig"]]
-    assert len(uris) == 2
+    assert len(uris) == 3
     for uri in uris:
         assert allowed(ROLE, "s3:GetObject", uri.replace("s3://", "arn:aws:s3:::") + "file")
     arguments = dict(one.split("=", 1) for one in request["AlgorithmSpecification"]["ContainerArguments"] if "=" in one)
@@ -63,7 +64,9 @@ def test_the_role_policy_allows_only_the_job_locations() -> None:
     ]
     for uri in written:
         assert allowed(ROLE, "s3:PutObject", uri.replace("s3://", "arn:aws:s3:::")), uri
-    for key in ("titanlike/code/a", "tokens/a", "other/a"):
+    for uri in uris[1:]:
+        assert allowed(USER, "s3:PutObject", uri.replace("s3://", "arn:aws:s3:::") + "/file")
+    for key in ("titanlike/code/a", "tokens/a", "models/a", "other/a"):
         assert not allowed(ROLE, "s3:PutObject", f"arn:aws:s3:::BUCKET/{key}")
         assert not allowed(ROLE, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{key}")
     assert not allowed(ROLE, "s3:GetObject", "arn:aws:s3:::BUCKET/other/a")

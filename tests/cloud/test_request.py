@@ -10,14 +10,7 @@ import sagemaker_estimator
 
 from tests.cloud.settings import JOB, ROLE
 from titanlike.metrics.terminal import Console
-from titanlike.tools.clusters.sagemaker.entry import (
-    fail,
-    first_exception,
-    install,
-    missing_requirements,
-    topology,
-    wait_for_host,
-)
+from titanlike.tools.clusters.sagemaker.entry import fail, first_exception
 from titanlike.tools.clusters.sagemaker.request import METRICS, Channel, request_for
 from titanlike.tools.clusters.sagemaker.validation import job_errors, request_errors
 
@@ -69,21 +62,16 @@ def test_a_plain_job() -> None:
     assert request_errors(request) == []
 
 
-def test_spot() -> None:
-    request = request_for(replace(JOB, spot=True, wait_hours=12))
-    assert differences(request, PLAIN) == {
+def test_spot_instances_and_a_warm_pool() -> None:
+    spot = request_for(replace(JOB, spot=True, wait_hours=12))
+    assert differences(spot, PLAIN) == {
         "EnableManagedSpotTraining": True,
         "StoppingCondition": {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 129600},
     }
-    assert request_errors(request) == []
-
-
-def test_a_warm_pool() -> None:
-    request = request_for(replace(JOB, keep_alive=30))
-    assert differences(request, PLAIN) == {
-        "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
-    }
-    assert request_errors(request) == []
+    warm = request_for(replace(JOB, keep_alive=30))
+    pool = PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
+    assert differences(warm, PLAIN) == {"ResourceConfig": pool}
+    assert request_errors(spot) == request_errors(warm) == []
 
 
 def test_data_and_checkpoints_on_fsx() -> None:
@@ -140,36 +128,18 @@ def test_everything_else() -> None:
     assert request_errors(request) == []
 
 
-def test_one_instance_needs_no_efa() -> None:
-    assert "FI_PROVIDER" not in request_for(replace(JOB, nodes=1))["Environment"]
+def test_arguments_of_the_program() -> None:
+    def arguments(**changes: Any) -> list[str]:
+        found: list[str] = request_for(replace(JOB, **changes))["AlgorithmSpecification"]["ContainerArguments"]
+        return found
 
-
-def test_a_job_of_the_doctor() -> None:
-    arguments = request_for(replace(JOB, doctor=True))["AlgorithmSpecification"]["ContainerArguments"]
-    assert arguments == ["--doctor", "ml.p5.48xlarge"]
-
-
-def test_a_channel_replaces_the_value_of_its_key() -> None:
-    job = replace(JOB, arguments=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
-    arguments = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
-    assert [one for one in arguments if "data.path" in one] == ["--data.path=/opt/ml/input/data/data_path"]
-    assert arguments[-1] == "--training.steps=5"
-
-
-def test_a_folder_name_may_contain_a_dot() -> None:
-    folder, file = (Channel("data.path", f"s3://tokens/{name}") for name in ("c4-v1.5", "c4-v1.5.jsonl.gz"))
-    assert (folder.path, file.path) == ("/opt/ml/input/data/data_path", "/opt/ml/input/data/data_path/c4-v1.5.jsonl.gz")
-    sources = [
-        one["DataSource"]["S3DataSource"]["S3Uri"]
-        for one in request_for(replace(JOB, channels=(folder,)))["InputDataConfig"]
-    ]
-    assert sources[1] == "s3://tokens/c4-v1.5/"
-
-
-def test_overrides_take_precedence_over_job_defaults() -> None:
-    job = replace(JOB, arguments=("recipe.toml", "--run.shutdown_timeout=60"))
-    arguments = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
-    assert [one for one in arguments if "shutdown_timeout" in one] == ["--run.shutdown_timeout=60"]
+    assert "FI_PROVIDER" not in request_for(replace(JOB, nodes=1))["Environment"]  # one instance needs no EFA
+    assert arguments(doctor=True) == ["--doctor", "ml.p5.48xlarge"]
+    # A channel replaces the value of its key. The user's value of another key replaces that of the job.
+    given = ("recipe.toml", "--data.path=here", "--run.shutdown_timeout=60")
+    found = arguments(arguments=given, channels=(FSX,), **VPC)
+    assert [one for one in found if "data.path" in one] == ["--data.path=/opt/ml/input/data/data_path"]
+    assert [one for one in found if "shutdown_timeout" in one] == ["--run.shutdown_timeout=60"]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +147,6 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
     [
         (dict(role="training"), "--role training: expected the ARN of an IAM role, such as arn:aws:iam::123456789012:role/NAME"),
         (dict(bucket="Our_Bucket"), "--bucket Our_Bucket: expected 3 to 63 lowercase letters, digits, dots and dashes"),
-        (dict(region="frankfurt"), "--region frankfurt: expected a region, such as us-east-1"),
-        (dict(prefix="a_b"), "--prefix a_b: expected letters, digits and dashes"),
-        (dict(training_plan="plan"), "--training-plan plan: expected the ARN of a training plan"),
         (
             dict(run="a_run_with_a_name_that_is_far_too_long_for_it"),
             "--run a_run_with_a_name_that_is_far_too_long_for_it: the job name "
@@ -189,16 +156,6 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
         (
             dict(spot=True, keep_alive=5),
             "--spot and --keep-alive exclude each other: SageMaker has no warm pools of spot instances; remove one",
-        ),
-        (dict(keep_alive=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
-        (dict(subnets=("subnet-1",)), "--subnet and --security-group must be used together"),
-        (
-            dict(channels=(FSX,)),
-            "fsx://fs-0123456789abcdef0/mount/tokens: FSx requires a VPC; add --subnet and --security-group",
-        ),
-        (
-            dict(channels=(Channel("data.path", "fsx://files/tokens"),), **VPC),
-            "fsx://files/tokens: expected fsx://fs-0123456789abcdef0/MOUNT/FOLDER, beginning with the file system's mount name",
         ),
         (
             dict(arguments=("recipe.toml", f"--sample.prompt={'x' * 250}")),
@@ -210,21 +167,6 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
 def test_invalid_settings_are_refused(changes: dict[str, Any], error: str) -> None:
     assert list(job_errors(replace(JOB, **changes))) == [error]
     assert list(job_errors(JOB)) == []
-
-
-def test_requests_are_validated_with_botocore() -> None:
-    request = request_for(JOB)
-    request["ResourceConfig"] |= {"InstanceType": "ml.p5.96xlarge", "KeepAlivePeriodInSeconds": 99999, "Colour": "red"}
-    request["RoleArn"] = "x" * 25
-    del request["OutputDataConfig"]
-    found = "\n".join(request_errors(request))
-    for text in (
-        'Missing required parameter in input: "OutputDataConfig"', 'Unknown parameter in ResourceConfig: "Colour"',
-        "ResourceConfig.InstanceType = ml.p5.96xlarge: not supported by the installed botocore",
-        "KeepAlivePeriodInSeconds = 99999: the maximum is 21600",
-        "RoleArn = xxxxxxxxxxxxxxxxxxxxxxxxx: does not match arn",
-    ):  # fmt: skip
-        assert text in found
 
 
 def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,31 +188,6 @@ def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[st
     assert sagemaker_estimator.METRICS.items() <= METRICS.items()
 
 
-def test_topology() -> None:
-    config = {"current_host": "algo-2", "hosts": ["algo-2", "algo-1", "algo-3"], "network_interface_name": "ens5"}
-    assert topology(config) == (
-        "algo-2",
-        {
-            "NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "algo-1", "NCCL_SOCKET_IFNAME": "ens5", "GLOO_SOCKET_IFNAME": "ens5",
-        },
-    )  # fmt: skip
-
-
-def test_the_first_host_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter([OSError("unknown"), OSError("unknown"), None])
-
-    def look_up(*_: object) -> None:
-        if error := next(names):
-            raise error
-
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    assert wait_for_host("algo-1") == ""
-    assert next(names, "all") == "all"
-    names = iter([OSError("unknown")])
-    assert wait_for_host("algo-1", 0.0) == "the host algo-1 did not start within 0 s: unknown"
-
-
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
@@ -280,10 +197,6 @@ def test_the_first_host_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None
             ["[rank3]: Traceback (most recent call last):", '[rank3]:   File "x.py"', "[rank3]: ValueError: no",
              "error: process 3 ended with exit code 1"],
             "ValueError: no; process 3 ended with exit code 1",
-        ),
-        (
-            ["Traceback (most recent call last):", "  File", "RuntimeError: Connection closed by peer [10.0.0.2]:1"],
-            "lost the connection to another host, see its failure file: RuntimeError: Connection closed by peer [10.0.0.2]:1",
         ),
         ([], "the training exited with code 7"),
     ],
@@ -297,22 +210,3 @@ def test_the_failure_file_begins_with_the_cause(
     assert text.splitlines()[0] == f"algo-1: {cause}"
     assert text.rstrip().endswith(lines[-1] if lines else cause)
     assert first_exception([]) == ""
-
-
-def test_missing_requirements(tmp_path: Path) -> None:
-    assert missing_requirements(["pytest", "pytest>=1", "torch>=2.11,<2.16"]) == []
-    assert missing_requirements(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
-    (tmp_path / "requirements.txt").write_text("pytest>=1\ntorch>=99\n")
-    assert install(tmp_path / "requirements.txt") == "the image lacks torch>=99; choose another --image"
-
-
-def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.entry.ROOT", tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    (tmp_path / "input").mkdir()
-    (tmp_path / "requirements.txt").write_text("no-such-thing>=1\n")
-    error = install(tmp_path / "requirements.txt")
-    assert error.startswith(
-        "the image lacks no-such-thing>=1, and pip cannot install them; choose an --image that has them: "
-    )
-    assert "No matching distribution found" in error

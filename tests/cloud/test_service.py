@@ -1,15 +1,12 @@
 """Errors of AWS and boto3: each is reported in one sentence with its remedy."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import pytest
-from botocore import exceptions
 
 from tests.cloud.aws import BUCKET, Aws, error_response
-from tests.launching import free_port
 from titanlike.config import UserError
 from titanlike.tools.clusters.sagemaker.jobs import describe
 from titanlike.tools.clusters.sagemaker.service import TransientError, make_clients
@@ -23,11 +20,6 @@ def client_error(region: str = "") -> str:
     return str(error.value)
 
 
-def test_without_boto3(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    assert client_error() == 'boto3 is not installed; run: pip install "titanlike[sagemaker]"'
-
-
 def test_regions(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client_error("nowhere at all") == "--region nowhere at all: expected a region, such as us-east-1"
     monkeypatch.setattr(boto3.session.Session, "client", lambda *_, **__: SimpleNamespace(_make_api_call=None))
@@ -39,34 +31,6 @@ def test_regions(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_REGION")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert client_error() == "--region is missing, and neither AWS_REGION nor the AWS configuration sets one"
-
-
-def test_credentials(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "missing")
-    assert client_error() == (
-        "AWS_PROFILE: The config profile (missing) could not be found; run aws configure list-profiles to list the profiles"
-    )
-    monkeypatch.delenv("AWS_PROFILE")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert client_error() == (
-        "invalid AWS credentials: Partial credentials found in env, missing: AWS_SECRET_ACCESS_KEY; " + LOG_IN
-    )
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    assert client_error() == "no AWS credentials found; run aws configure, or set AWS_PROFILE"
-
-
-def test_no_connection(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{(port := free_port())}")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the attempts of botocore
-    made = make_clients("eu-west-1")
-    with pytest.raises(TransientError) as error:
-        describe(made, "titanlike-debug")
-    assert str(error.value) == (
-        f'no response from AWS (Could not connect to the endpoint URL: "http://127.0.0.1:{port}/"): check the network, and '
-        "--region eu-west-1"
-    )
-    for client in (made.sagemaker, made.s3):
-        client.close()
 
 
 DENIED = "User: arn:aws:iam::1:user/x is not authorized to perform: sagemaker:DescribeTrainingJob"
@@ -83,10 +47,8 @@ REJECTED = f"AWS rejects the credentials ({{}}: {DENIED}); {LOG_IN}"
             f"access denied (DescribeTrainingJob: {DENIED}); docs/sagemaker.md lists the required permissions",
         ),
         ("ExpiredTokenException", 400, UserError, REJECTED.format("ExpiredTokenException")),
-        ("UnrecognizedClientException", 400, UserError, REJECTED.format("UnrecognizedClientException")),
         ("ThrottlingException", 400, TransientError, THROTTLED.format("ThrottlingException")),
         ("InternalFailure", 500, TransientError, INTERNAL.format("InternalFailure")),
-        ("ServiceUnavailable", 503, TransientError, INTERNAL.format("ServiceUnavailable")),
         ("ValidationException", 400, UserError, f"AWS rejects the request (DescribeTrainingJob, ValidationException): {DENIED}"),
     ],
 )  # fmt: skip
@@ -95,27 +57,6 @@ def test_service_errors(aws: Aws, code: str, status: int, kind: type[UserError],
     with pytest.raises(UserError) as error:
         describe(aws.clients, "titanlike-debug")
     assert (type(error.value), str(error.value)) == (kind, message)
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "message"),
-    [
-        (exceptions.NoCredentialsError(), UserError, "invalid AWS credentials: Unable to locate credentials; "),
-        (exceptions.UnauthorizedSSOTokenError(), UserError, "invalid AWS credentials: The SSO session"),
-        (exceptions.ReadTimeoutError(endpoint_url="x"), TransientError, "no response from AWS (Read timeout on endpoint URL"),
-        (exceptions.SSLError(endpoint_url="x", error="old"), TransientError, "no response from AWS (SSL validation failed"),
-        (exceptions.InvalidConfigError(error_msg="so\nbad"), UserError, "so bad"),
-    ],
-)  # fmt: skip
-def test_boto3_exceptions(aws: Aws, raised: Exception, kind: type[UserError], message: str) -> None:
-    def fail() -> None:
-        raise raised
-
-    aws.before("DescribeTrainingJob", fail)
-    with pytest.raises(UserError) as error:
-        describe(aws.clients, "titanlike-debug")
-    assert type(error.value) is kind
-    assert str(error.value).startswith(message)
 
 
 def test_a_missing_job_is_none(aws: Aws) -> None:

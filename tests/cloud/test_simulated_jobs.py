@@ -1,9 +1,7 @@
 """Simulated jobs: hosts that share only the loopback network and the folder that replaces S3, with the real entry point."""
 
 import json
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,31 +93,6 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
         read_whole(folder / f"s3/example/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, full)
     )
     assert_equal_state(found, expected)
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
-    keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
-    program = [
-        "sagemaker/launch.py", "train_configs/debug.toml", "--nodes=2", "--simulate", f"--folder={tmp_path}",
-    ]  # fmt: skip
-    command = [sys.executable, *program, "--run=tiny", "--bucket=example", *keys]
-    job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert job.stdout
-    next(line for line in job.stdout if "step      3/5000" in line)
-    job.send_signal(signal.SIGINT)
-    out, errors = job.communicate(timeout=60)
-    assert errors == "stopping as SageMaker stops a job: the run saves and exits; repeat to kill it\n"
-    assert out.endswith("algo-1: stopped\nalgo-2: stopped\n") and job.returncode == 143
-    assert (tmp_path / f"s3/example/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
-
-
-@pytest.mark.slow
-def test_a_job_of_the_doctor_measures_the_network(tmp_path: Path) -> None:
-    lines = finish(start(tmp_path, "20261122-000001", nodes=1, doctor=True, processes=2), 0)
-    assert any(line.startswith("ok       version") or "torch" in line for line in lines)
-    assert any("within nodes" in line and "GB/s" in line for line in lines)
-    assert not (tmp_path / "s3/example/titanlike/checkpoints").exists()
 
 
 def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,15 @@
 """Jobs submitted to moto's server on loopback, which replaces SageMaker and S3."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws
 from tests.launching import ROOT, Cli
-from titanlike.config import UserError
 from titanlike.tools.cli import main as titanlike
-from titanlike.tools.clusters.sagemaker import bundle, submit
+from titanlike.tools.clusters.sagemaker import bundle
 from titanlike.tools.clusters.sagemaker.jobs import active_job, newest_job
 
 ARGUMENTS = [
@@ -79,13 +76,7 @@ def test_a_run_has_one_job_at_a_time(aws: Aws, program: Cli) -> None:
     [
         (("--bucket=nobody-has-this",), "--bucket nobody-has-this does not exist; create it (aws s3 mb s3://nobody-has-this"),
         (("--bucket=over-there",), "--bucket over-there is in eu-west-1, but the job would run in us-east-1; use one region"),
-        (("--bucket=Not_A_Bucket",), "--bucket Not_A_Bucket: expected 3 to 63"),
-        (("--role=me",), "--role me: expected the ARN"),
         (("--region=here",), "--region here: the account of the AWS image is unknown"),
-        (("--region=here", "--image=x"), "--region here: expected a region, such as us-east-1"),
-        ((f"--run={'long' * 12}",), "SageMaker's limit is 63; use"),
-        (("--data.source=shards", "--data.path=here"), "data.path = 'here' is a local path, which the job cannot read"),
-        (("--parallelism.tensor=32",), "parallelism.tensor = 32"),
     ],
 )  # fmt: skip
 def test_nothing_is_uploaded_after_an_error(aws: Aws, program: Cli, arguments: tuple[str, ...], error: str) -> None:
@@ -117,62 +108,3 @@ def test_default_bucket(aws: Aws, program: Cli) -> None:
     program(titanlike.main, *ARGUMENTS[:-1])
     (submitted,) = REQUESTS
     assert submitted["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
-
-
-def test_a_local_tokenizer_is_uploaded(aws: Aws, program: Cli, tmp_path: Path) -> None:
-    (tmp_path / "small.model").write_bytes(b"IQ== 0\n")
-    (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
-    program(titanlike.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model")
-    (submitted,) = REQUESTS
-    assert "--tokenizer.encoding=tokenizer/small.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
-    assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
-        ("tokenizer/small.model", b"IQ== 0\n"),
-        ("tokenizer/tokenizer_config.json", b"{}"),
-    }
-
-
-def install(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Makes the senders find only these modules."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in modules else None)
-
-
-MODULES = {"modeltrainer": "sagemaker.train", "estimator": "sagemaker.pytorch", "boto3": "boto3"}
-INSTALL = {
-    "modeltrainer": 'pip install "sagemaker-train>=1.10"',
-    "estimator": 'pip install "sagemaker>=2.250,<3"',
-    "boto3": 'pip install "boto3>=1.40"',
-}
-
-
-def test_the_default_sender_is_the_first_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for skipped, sender in enumerate(MODULES):
-        install(monkeypatch, *list(MODULES.values())[skipped:])
-        assert submit.select_sender() == sender
-    install(monkeypatch)
-    assert submit.select_sender() == "boto3"  # creating the clients reports that it is missing
-
-
-@pytest.mark.parametrize("sender", MODULES)
-def test_a_sender_can_be_chosen(sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *MODULES.values())
-    assert submit.select_sender(sender) == sender
-    install(monkeypatch, *(module for name, module in MODULES.items() if name != sender))
-    with pytest.raises(UserError) as error:
-        submit.select_sender(sender)
-    assert (
-        str(error.value) == f"--sender {sender}: the module {MODULES[sender]} is not installed; run: {INSTALL[sender]}"
-    )
-
-
-def test_submit_uses_the_chosen_sender(aws: Aws, monkeypatch: pytest.MonkeyPatch, program: Cli) -> None:
-    senders: list[str] = []
-
-    def record(request: dict[str, Any], session: Any, prefix: str) -> str:
-        senders.append(prefix)
-        return str(request["TrainingJobName"])
-
-    monkeypatch.setattr(submit, "submit_with_estimator", record)
-    monkeypatch.setattr(submit, "select_sender", lambda name: name)
-    printed = program(titanlike.main, *ARGUMENTS, "--sender=estimator")
-    assert "submitted with estimator: titanlike-debug-" in printed.out
-    assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []

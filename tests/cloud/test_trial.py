@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 
 from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
 from tests.cloud.settings import TINY
-from tests.launching import ROOT, nested
+from tests.launching import ROOT, Cli, nested, records
 from titanlike.config import UserError
-from titanlike.tools.cli import main as cli
 from titanlike.tools.clusters.sagemaker import bundle, trial
 from titanlike.tools.clusters.sagemaker.service import TransientError
 from titanlike.tools.sweep.results import read_results
@@ -58,10 +56,7 @@ def test_a_trial_is_submitted_and_its_metrics_are_copied(aws: Aws, tmp_path: Pat
     assert job.startswith("titanlike-lr-003-")
     request = aws.clients.sagemaker.describe_training_job(TrainingJobName=job)
     assert "--optimizer.lr=0.02" in request["AlgorithmSpecification"]["ContainerArguments"]
-    assert [json.loads(line)["step"] for line in (tmp_path / "lr-003/metrics.jsonl").read_text().splitlines()] == [
-        20,
-        40,
-    ]
+    assert [record["step"] for record in records(tmp_path / "lr-003")] == [20, 40]
     assert run_trial(tmp_path) == 0  # complete: not submitted again
     assert len(submitted(aws)) == 1
 
@@ -86,24 +81,10 @@ def test_a_job_with_other_values_is_refused(aws: Aws, tmp_path: Path) -> None:
     assert submitted(aws) == [job]
 
 
-def test_a_list_of_jobs_that_fails_for_a_moment_is_asked_for_again(
-    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = iter([True, False, True])
-    newest_job = trial.newest_job
-
-    def unavailable(*arguments: Any) -> Any:
-        if next(failures, False):
-            raise TransientError("throttled")
-        return newest_job(*arguments)
-
-    monkeypatch.setattr(trial, "newest_job", unavailable)
-    assert run_trial(tmp_path) == 0
-    assert len(submitted(aws)) == 1
-
-
-@pytest.mark.parametrize("function", ["newest_job", "describe", "fetch"])
-@pytest.mark.parametrize(("patience", "signalled"), [("PATIENCE", False), ("STOP_PATIENCE", True)])
+@pytest.mark.parametrize(
+    ("function", "patience", "signalled"),
+    [("newest_job", "PATIENCE", False), ("describe", "STOP_PATIENCE", True), ("fetch", "PATIENCE", False)],
+)
 def test_a_trial_ends_if_aws_does_not_answer(
     aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, patience: str, signalled: bool
 ) -> None:
@@ -124,14 +105,6 @@ def test_a_trial_ends_if_aws_does_not_answer(
     assert submitted(aws) == [job]
 
 
-def test_a_trial_that_is_stopped_before_its_job_is_not_submitted(
-    aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "newest_job", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_trial(tmp_path) == 143
-    assert submitted(aws) == []
-
-
 def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
     job = aws.running("lr-003", arguments=ARGUMENTS)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
@@ -141,50 +114,25 @@ def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
     assert [operation for operation, _ in aws.calls].count("StopTrainingJob") == 1
 
 
-def sweep(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["titanlike", "sweep", *words])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0)
-
-
-def sweep_file(folder: Path, **keys: object) -> Path:
-    keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4} | keys
+@pytest.mark.slow
+def test_a_sweep_of_simulated_jobs(cli: Cli, tmp_path: Path) -> None:
+    keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4}
     lines = [f'extends = "{RECIPE}"']
     for table, values in nested(keys).items():
         lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    (folder / "recipe.toml").write_text("\n".join(lines) + "\n")
-    file = folder / "cloud.toml"
+    (tmp_path / "recipe.toml").write_text("\n".join(lines) + "\n")
+    file = tmp_path / "cloud.toml"
     file.write_text(
-        f'recipe = "recipe.toml"\ndir = "{folder}/runs"\ntrials = 2\n[resources]\nbackend = "sagemaker"\n'
-        f'options = ["--simulate", "--folder={folder}/sim"]\n'
+        f'recipe = "recipe.toml"\ndir = "{tmp_path}/runs"\ntrials = 2\n[resources]\nbackend = "sagemaker"\n'
+        f'options = ["--simulate", "--folder={tmp_path}/sim"]\n'
         '[search."optimizer.lr"]\nlow = 1e-3\nhigh = 1e-1\nlog = true\n'
     )
-    return file
-
-
-def test_a_dry_run_prints_the_request_of_a_trial(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = sweep_file(tmp_path, **{"training.global_batch_size": 32})
-    options = json.dumps(OPTIONS)
-    assert sweep(monkeypatch, str(file), "--dry-run", f"--resources.options={options}") == 0
-    output = capfd.readouterr().out
-    request = json.loads(output[output.index("\n{") :])
-    assert request["ResourceConfig"]["InstanceCount"] == 1
-    assert request["TrainingJobName"].startswith("titanlike-cloud-000-")
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_of_simulated_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = sweep_file(tmp_path)
-    assert sweep(monkeypatch, str(file)) == 0
+    cli("sweep", file)
     trials = read_results(tmp_path / "runs/cloud")["trials"]
     assert [trial["state"] for trial in trials] == ["complete"] * 2
     assert [list(trial["values"]) for trial in trials] == [["2", "4"]] * 2
     assert len({trial["value"] for trial in trials}) == 2
     jobs = sorted(path.name[:19] for path in (tmp_path / "sim/jobs").iterdir())
     assert jobs == [f"titanlike-cloud-00{number}" for number in range(2)]
-    assert sweep(monkeypatch, str(file)) == 0  # complete
+    cli("sweep", file)  # complete
     assert len(list((tmp_path / "sim/jobs").iterdir())) == 2

@@ -14,8 +14,9 @@ import torch
 
 from tests.launching import Cli
 from titanlike.tools.doctor import checks as doctor
+from titanlike.tools.doctor import interconnect
 from titanlike.tools.doctor.finding import Finding
-from titanlike.utils import compat, system
+from titanlike.utils import system
 
 Usage = namedtuple("Usage", "total used free")
 NVLINK = """\
@@ -64,11 +65,6 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finding.status == "missing" and "cannot be imported" in finding.text and "pip install" in finding.remedy
 
 
-def test_a_torch_without_what_a_feature_requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "missing", lambda _: ["torch 9 has no torch.gone, which is required for: pipelines"])
-    assert only(doctor.torch_features()).status == "warning"
-
-
 def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert only(doctor.disk(tmp_path)).status in ("ok", "warning")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 5 * 2**30))
@@ -84,14 +80,6 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(system, "port_is_free", lambda _: False)
     monkeypatch.setattr(system, "can_resolve", lambda _: False)
     assert [finding.status for finding in doctor.port()] == ["warning", "warning"]
-
-
-def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "output", lambda *_: "yes\n")
-    assert only(doctor.clock()).status == "ok"
-    assert only(doctor.clock(lambda: 0.0)).status == "warning"
-    monkeypatch.setattr(doctor, "output", lambda *_: "no\n")
-    assert only(doctor.clock()).remedy == "timedatectl set-ntp true"
 
 
 def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], *, peers: bool) -> None:
@@ -153,3 +141,138 @@ def test_links() -> None:
     assert only(doctor.links(NVLINK)) == Finding("ok", "links", "NVLink between all GPUs (NV18)")
     assert only(doctor.links(NVLINK.replace("NV18", "PHB"))).status == "warning"
     assert doctor.links("") == []
+
+
+# RDMA devices: made-up /sys and /proc, limits and variables.
+UNLIMITED = resource.RLIM_INFINITY
+NCCL = {"NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_NET"}
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def plant_device(root: Path, name: str, driver: str, state: str = "4: ACTIVE", link: str = "InfiniBand") -> None:
+    folder = f"sys/class/infiniband/{name}"
+    port = {"state": state, "rate": "400 Gb/sec (4X NDR)", "link_layer": link}
+    write(root, {f"{folder}/ports/1/{key}": text for key, text in port.items()})
+    (root / "sys/bus/drivers" / driver).mkdir(parents=True, exist_ok=True)
+    (root / folder / "device").mkdir()
+    (root / folder / "device/driver").symlink_to(root / "sys/bus/drivers" / driver)
+
+
+def plant_interface(root: Path, name: str, *, speed: int, mtu: int, state: str = "up", kind: int = 1) -> None:
+    values = {"speed": speed, "mtu": mtu, "operstate": state, "type": kind}
+    write(root, {f"sys/class/net/{name}/{key}": str(value) for key, value in values.items()})
+
+
+def test_a_machine_without_such_devices_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_interface(tmp_path, "eth0", speed=1000, mtu=1500)
+    monkeypatch.setattr(interconnect.system, "communication_variables", dict)
+    for root in (tmp_path, tmp_path / "nothing"):
+        for check in ("rdma", "locked_memory", "frame_size", "peer_memory", "variables"):
+            assert list(getattr(interconnect, check)(root)) == []
+
+
+def test_ports_of_devices(tmp_path: Path) -> None:
+    plant_device(tmp_path, "mlx5_0", "mlx5_core")
+    plant_device(tmp_path, "mlx5_1", "mlx5_core", state="1: DOWN")
+    plant_device(tmp_path, "mlx5_2", "mlx5_core", state="2: INIT")
+    active, down, initial = interconnect.rdma(tmp_path)
+    text = "mlx5_0 port 1: ACTIVE, 400 Gb/sec (4X NDR) (mlx5_core, InfiniBand)"
+    assert active == Finding("ok", "rdma", text)
+    assert down.status == "warning" and "mlx5_1 port 1: DOWN" in down.text and "NCCL_IB_HCA" in down.remedy
+    assert initial.status == "warning" and "subnet manager" in initial.remedy
+
+
+def test_efa_needs_the_provider_of_libfabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_device(tmp_path, "rdmap0", "efa", link="Unspecified")
+    monkeypatch.setattr(interconnect, "output", lambda *_: "")
+    port, missing = interconnect.rdma(tmp_path)
+    assert port.status == "ok" and (missing.status, missing.subject) == ("warning", "efa")
+    monkeypatch.setattr(interconnect, "output", lambda name, *_: "provider: efa\n" if name.startswith("/opt") else "")
+    assert [finding.status for finding in interconnect.rdma(tmp_path)] == ["ok", "ok"]
+
+
+def test_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_device(tmp_path, "mlx5_0", "mlx5_core")
+    for limits, status, remedy in (
+        ((UNLIMITED, UNLIMITED), "ok", ""),
+        ((2**26, UNLIMITED), "warning", "ulimit -l unlimited"),
+        ((2**26, 2**26), "warning", "docker run --ulimit memlock=-1"),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        (finding,) = interconnect.locked_memory(tmp_path)
+        assert finding.status == status and finding.remedy.startswith(remedy)
+
+
+def test_frames_of_fast_interfaces(tmp_path: Path) -> None:
+    plant_interface(tmp_path, "slow", speed=1000, mtu=1500)
+    plant_interface(tmp_path, "down", speed=100_000, mtu=1500, state="down")
+    plant_interface(tmp_path, "ib0", speed=400_000, mtu=2044, kind=32)
+    plant_interface(tmp_path, "small", speed=100_000, mtu=1500)
+    plant_interface(tmp_path, "virtual", speed=-1, mtu=1500)
+    plant_interface(tmp_path, "wide", speed=200_000, mtu=8896)
+    small, wide = interconnect.frame_size(tmp_path)
+    assert (small.status, small.text) == (
+        "warning",
+        "small: 1,500 bytes at 100 Gbit/s",
+    ) and "ip link set small mtu 9000" in small.remedy
+    assert wide == Finding("ok", "mtu", "wide: 8,896 bytes at 200 Gbit/s")
+
+
+def test_peer_memory(tmp_path: Path) -> None:
+    proprietary = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15"
+    write(tmp_path, {"proc/driver/nvidia/version": proprietary, "proc/sys/kernel/osrelease": "5.15.0-1051"})
+    plant_device(tmp_path, "rdmap0", "efa")
+    assert list(interconnect.peer_memory(tmp_path)) == []
+    plant_device(tmp_path, "mlx5_0", "mlx5_core")
+    (finding,) = interconnect.peer_memory(tmp_path)
+    assert finding.status == "warning" and finding.remedy.startswith("modprobe nvidia_peermem")
+    write(tmp_path, {"proc/driver/nvidia/version": proprietary.replace("x86_64", "Open Kernel Module for x86_64")})
+    assert [finding.text for finding in interconnect.peer_memory(tmp_path)] == [
+        "DMA-BUF: open kernel modules, Linux 5.15.0-1051"
+    ]
+    write(tmp_path, {"proc/sys/kernel/osrelease": "5.4.0"})
+    assert [finding.status for finding in interconnect.peer_memory(tmp_path)] == ["warning"]
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert list(interconnect.peer_memory(tmp_path)) == [Finding("ok", "peer memory", "module nvidia_peermem")]
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings"),
+    [
+        ({"NCCL_IB_HCA": "mlx5_0", "NCCL_VERSION": "2.27", "NCCL_FASTRAK_NUM_FLOWS": "2", "NCCL_P2P_DISABLE": "0"}, []),
+        ({"NCCL_IB_DISABLED": "1"}, ["NCCL_IB_DISABLED is not known here -> did you mean NCCL_IB_DISABLE?"]),
+        ({"NCCL_P2P_DISABLE": "1"}, ["through host memory instead of NVLink or PCIe -> unset NCCL_P2P_DISABLE"]),
+        ({"NCCL_ALGO": "Ring"}, ["NCCL_ALGO=Ring: one algorithm for all sizes of messages -> unset NCCL_ALGO"]),
+        ({"NCCL_IB_DISABLE": "1"}, ["although this machine has RDMA devices -> unset NCCL_IB_DISABLE"]),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, ["NCCL_SOCKET_IFNAME=ib selects none of eth0, lo -> "]),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, []), ({"NCCL_SOCKET_IFNAME": "^lo,docker"}, []), ({"NCCL_SOCKET_IFNAME": "=eth0"}, []),
+        ({"NCCL_IB_HCA": "a\nb\x1b[2J"}, []),
+    ],
+)  # fmt: skip
+def test_variables(
+    variables: dict[str, str], warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_device(tmp_path, "mlx5_0", "mlx5_core")
+    plant_interface(tmp_path, "eth0", speed=1000, mtu=1500)
+    plant_interface(tmp_path, "lo", speed=-1, mtu=65536)
+    monkeypatch.setattr(interconnect.system, "communication_variables", lambda: variables)
+    monkeypatch.setattr(interconnect, "known_to_nccl", lambda: NCCL)
+    monkeypatch.setattr(interconnect, "output", lambda *_: "# FI_PROVIDER: String\n# Restricts the providers\n")
+    listed, *found = interconnect.variables(tmp_path)
+    assert listed.status == "ok" and all(finding.text.isprintable() for finding in (listed, *found))
+    assert [finding.status for finding in found] == ["warning"] * len(warnings)
+    for finding, text in zip(found, warnings, strict=True):
+        assert text in f"{finding.text} -> {finding.remedy}"
+
+
+def test_the_names_that_a_library_has(tmp_path: Path) -> None:
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(b"\x7fELF\0NCCL_IB_HCA\0ENCCL_WRONG\0set NCCL_WRONG to\0NCCL_NET\0")
+    assert interconnect.known_to_nccl(library) == {"NCCL_IB_HCA", "NCCL_NET"}
+    library.write_bytes(b"")
+    assert interconnect.known_to_nccl(library) == interconnect.known_to_nccl(tmp_path / "missing") == set()

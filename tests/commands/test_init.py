@@ -51,7 +51,9 @@ def test_the_recipe_is_valid_and_fits(gpus: int, options: list[str], size: str, 
     if gpus:
         plan = make_plan(Job(recipe, gpus), hardware)
         assert plan.fits
+        assert recipe.checkpoint.interval * plan.time.seconds < 1.5 * new_recipe.SAVE_SECONDS
         tokens = recipe.training.steps * recipe.training.tokens_per_step
+        assert tokens / recipe.model.num_parameters() == pytest.approx(20, rel=1e-3)  # with the tokenizer's vocabulary
         assert "--model=124M" in options or tokens / plan.tokens_per_second < 7.5 * 86_400 or "--model=3-8B" in options
     # Every key has a comment above it.
     lines = Path("new.toml").read_text().splitlines()
@@ -101,11 +103,19 @@ def test_a_larger_corpus_and_more_gpus_choose_a_larger_model() -> None:
     assert [size(gpus, 1e12) for gpus in (0, 1, 64, 4096)] == ["debug", "3.2-1B", "3-8B", "3-70B"]
 
 
+def test_slow_steps_are_saved_every_half_hour(cli: Cli) -> None:
+    slow, _ = init(cli, "slow.toml", "--gpus=1", "--hardware=h100", "--model=3.2-1B")  # 19 s
+    slower, _ = init(cli, "slower.toml", "--gpus=1", "--hardware=rtx_4090", "--model=3.2-1B")  # 108 s
+    assert (slow.checkpoint.interval, slower.checkpoint.interval) == (100, 20)
+    assert slow.validation.interval == 500
+    fast, _ = init(cli, "fast.toml", "--gpus=8", "--hardware=h100", "--model=124M")
+    assert fast.checkpoint.interval == fast.validation.interval  # a tenth of the steps, at most 500
+
+
 def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     (folder / "mine.toml").write_text("mine")
     assert "mine.toml exists; choose another name" in cli("init", "mine.toml", code=2).err
     assert (folder / "mine.toml").read_text() == "mine"
-    assert "give the name of a .toml file" in cli("init", "mine", code=2).err
     assert "did you mean 124M?" in cli("init", "--model=125M", code=2).err
     assert "--data gone: not found" in cli("init", "--data=gone", code=2).err
     with monkeypatch.context() as patch:

@@ -41,13 +41,6 @@ def test_a_profile_of_two_ranks_beside_a_plan(tmp_path: Path) -> None:
     assert (code, errors) == (2, "error: found exists; choose another name, or remove it\n")
 
 
-def test_mistakes_are_told_without_a_run(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    code, _, errors = profile(tmp_path, "empty", PYTHONPATH=str(ROOT))
-    assert code == 2
-    assert errors.startswith("error: empty has no traces")
-    code, _, errors = profile(
-        tmp_path, str(ROOT / "train_configs/debug.toml"), "--hardware", "h101", PYTHONPATH=str(ROOT)
-    )
-    assert code == 2
-    assert "did you mean h100?" in errors
+def test_mistakes_are_told_without_a_run(tmp_path: Path, cli: launching.Cli) -> None:
+    assert f"{tmp_path} has no traces" in cli("profile", tmp_path, code=2).err
+    assert "did you mean h100?" in cli("profile", ROOT / "train_configs/debug.toml", "--hardware", "h101", code=2).err

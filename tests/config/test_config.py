@@ -53,11 +53,15 @@ def test_a_model_size_sets_the_fields_that_the_recipe_does_not_set(tmp_path: Pat
 
 
 def test_overrides_are_parsed_by_the_type_of_the_key(tmp_path: Path) -> None:
-    path = write(tmp_path, "")
-    overrides = {"run.name": "007", "optimizer.lr": "1", "run.deterministic": "true", "sample.prompt": "a = 1"}
-    recipe = load(PretrainRecipe, path, overrides)
+    overrides = {
+        "run.name": "007", "optimizer.lr": "1", "run.deterministic": "true", "checkpoint.enabled": "False",
+        "sample.prompt": "True", "data.mixture": '["a#b",\n "c, d",  # e\n]', "data.weights": " [1, 2.5] ",
+    }  # fmt: skip
+    recipe = load(PretrainRecipe, write(tmp_path, ""), overrides)
     assert (recipe.run.name, recipe.optimizer.lr, recipe.run.deterministic) == ("007", 1.0, True)
-    assert recipe.sample.prompt == "a = 1"
+    assert not recipe.checkpoint.enabled and recipe.sample.prompt == "True"  # a string is not parsed
+    assert (recipe.data.mixture, recipe.data.weights) == (("a#b", "c, d"), (1.0, 2.5))
+    assert "training.steps = true must be an integer" in error_message(tmp_path, "", **{"training.steps": "True"})
 
 
 def test_a_resolved_recipe_loads_as_an_equal_recipe(tmp_path: Path) -> None:
@@ -90,17 +94,6 @@ def test_nothing_after_a_value_on_the_command_line_is_dropped(tmp_path: Path, te
     )
 
 
-def test_lists_on_the_command_line_may_have_lines_comments_and_any_text(tmp_path: Path) -> None:
-    overrides = {"data.mixture": '["a#b",\n "c, d",  # e\n]', "data.weights": " [1, 2.5] "}
-    data = load(PretrainRecipe, write(tmp_path, ""), overrides).data
-    assert (data.mixture, data.weights) == (("a#b", "c, d"), (1.0, 2.5))
-
-
-def test_an_override_with_a_thousand_parts_is_an_error(tmp_path: Path) -> None:
-    name = ".".join("a" * 1000)
-    assert error_message(tmp_path, "", **{name: "3"}).startswith("--a.a.a.")
-
-
 def test_divisors() -> None:
     for number in range(1, 200):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
@@ -113,15 +106,22 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     @section
     class Ema:
         decay: float = 0.9
+        steps: tuple[int, ...] = ()
+        cap: int | None = None
 
     @section
     class MyRecipe(PretrainRecipe):
         ema: Ema = Ema()
 
-    path = write(tmp_path, "[ema]\ndecay = 0.5\n")
-    assert load(MyRecipe, path).ema.decay == 0.5
-    with pytest.raises(UserError, match=r"ema\.decai = 0\.5: unknown key; did you mean ema\.decay\?"):
-        load(MyRecipe, write(tmp_path, "[ema]\ndecai = 0.5\n"))
+    recipe = load(MyRecipe, write(tmp_path, "[ema]\ndecay = 0.5\nsteps = [1, 2]\n"))
+    assert recipe.ema == Ema(decay=0.5, steps=(1, 2))
+    assert load(MyRecipe, write(tmp_path, to_toml(recipe))) == recipe
+    for text, message in (
+        ("decai = 0.5", r"ema\.decai = 0\.5: unknown key; did you mean ema\.decay\?"),
+        ('steps = [1, "x"]', r"ema\.steps = \"x\""),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(MyRecipe, write(tmp_path, f"[ema]\n{text}\n"))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,10 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ("[training]\nfoo = 3", "training.foo = 3: unknown key; the keys of [training] are steps, seq_len,"),
         ("zzz = 3", "zzz = 3: unknown key; choose from activation_checkpoint, checkpoint, compile,"),
         ('[training]\nsteps = "3"', 'training.steps = "3" must be an integer >= 1'),
-        ("[training]\nsteps = 3.0", "training.steps = 3.0 must be an integer >= 1"),
-        ("[training]\nsteps = true", "training.steps = true must be an integer >= 1"),
         ("[training]\nsteps = 0", "training.steps = 0 must be an integer >= 1"),
-        ("[training]\nsteps = [3]", "training.steps = [3] must be an integer >= 1"),
         ("[run]\ndeterministic = 1", "run.deterministic = 1 must be true or false"),
         ("[run]\nname = 7", "run.name = 7 must be a name of letters, digits and . _ + = @ -"),
         ('[run]\nname = "a/b"', 'run.name = "a/b" must be a name of letters, digits and . _ + = @ -'),
-        ('[run]\nname = ".."', 'run.name = ".." must be a name of letters, digits'),
         ("[float8]\nlayers = 3", 'float8.layers = 3 must be a list of strings, such as ["a", "b"]'),
         (
             "[parallelism]\npipeline_split = [1, 0]",
@@ -156,43 +152,33 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ("model = 3", "model = 3 is not a table; write [model] and its keys below it"),
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number >= 0 and < 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan is not finite; it must be a number > 0"),
-        ("[optimizer]\nlr = inf", "optimizer.lr = inf is not finite"),
-        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number >= 0 and < 1"),
         ('[compile]\nmode = "blocks"', 'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none'),
-        ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, none'),
         (
             '[model]\nname = "lama"',
             'model.name = "lama" is not valid; did you mean "llama"? choose from llama, smollm3, olmo2, qwen2, qwen3, '
             "qwen3_moe, mistral, phi3, mixtral, deepseek_v2, deepseek_v3, gpt_oss, gemma2, gemma3, gpt",
         ),
-        ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
         ('[model]\nname = "gpt"\nnum_kv_heads = 2', "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?"),
-        ("training = 3", "training = 3 is not a table; write [training] and its keys below it"),
         ("a = = 3", "DIR/recipe.toml: invalid TOML"),
         ('extends = "none.toml"', 'extends = "none.toml": file DIR/none.toml not found'),
         ('extends = "recipe.toml"', 'extends = "recipe.toml" is circular; remove it from one of the files'),
         ("extends = 3", "extends = 3 must be a string, the path of one recipe"),
-        ("extends = 2024-01-01", 'extends = "2024-01-01" must be a string, the path of one recipe'),
         ('extends = "a\\u0000b"', 'extends = "a\\u0000b" contains the character NUL; remove it'),
-        (f'extends = "{"x" * 300}"', "not found"),
         ('[run]\ndir = "a\\u0000b"', 'run.dir = "a\\u0000b" contains the character NUL; remove it'),
         (f'[run]\ndir = "{"x" * 300}"', "is too long for a path; use at most 1024 bytes, and 255 between slashes"),
-        (f'[run]\nname = "{"é" * 200}"', "is too long for a path"),
         (f"[training]\nsteps = {'9' * 5000}", "invalid TOML: an integer has too many digits"),
         (f"[training]\nsteps = 0x{'f' * 5000}", "training.steps: an integer has too many digits"),
         (f"[training]\nsteps = {'[' * 400}{']' * 400}", "training.steps: tables or lists are nested more than 8 deep"),
         (f"x = {'[' * 100_000}", "invalid TOML: tables or lists are nested more than 8 deep"),
         (f"{'a.' * 1000}b = 3", "tables or lists are nested more than 8 deep"),
-        (f"{'a.' * 900}b = 3", "tables or lists are nested more than 8 deep"),
         (f"[run]\nseed = {2**64}", "run.seed = 18446744073709551616 must be an integer >= 0 and <= 4294967295"),
-        (f"[run]\nhang_timeout = {10**15}", "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000"),
         (f"[model]\nvocab_size = {10**12}", "model.vocab_size = 1000000000000 must be at most 1000000000"),
-        ("[model]\nnum_layers = 1000000", "model.num_layers = 1000000 must be an integer >= 1 and <= 10000"),
-        ("[data]\nweights = [1e308, 1e308]", "data.weights = 1e+308 must be at most 1000000000"),
         ("[optimizer]\nlr = 1e308", "optimizer.lr = 1e+308 must be at most 1000000000"),
         ('["a\\nb"]\nx = 1', "a\\nb: unknown key; choose from"),
-        ("'' = 1", '"" = 1: unknown key; choose from'),
+        ('[[optimizer.groups]]\npatern = "x"', 'groups.patern = "x": unknown key; did you mean optimizer.groups.pattern?'),
+        ('[[optimizer.groups]]\noptimizer = "mun"', 'optimizer.groups.optimizer = "mun" is not valid; did you mean "muon"?'),
+        ("[optimizer]\ngroups = [3]", "optimizer.groups = 3 is not a table; write [[optimizer.groups]] and its keys"),
     ],
 )  # fmt: skip
 def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
@@ -213,22 +199,6 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert load(PretrainRecipe, path).training.steps == 7
 
 
-def test_lists_and_none_in_a_custom_section(tmp_path: Path) -> None:
-    @section
-    class Custom:
-        names: tuple[int, ...] = ()
-        cap: int | None = None
-
-    @section
-    class MyRecipe(PretrainRecipe):
-        custom: Custom = Custom()
-
-    recipe = load(MyRecipe, write(tmp_path, "[custom]\nnames = [1, 2]\n"))
-    assert load(MyRecipe, write(tmp_path, to_toml(recipe), "again.toml")) == recipe
-    with pytest.raises(UserError, match=r"custom\.names = \"x\""):
-        load(MyRecipe, write(tmp_path, '[custom]\nnames = [1, "x"]\n'))
-
-
 def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_bytes(b"\xff\xfe\x00")
@@ -242,11 +212,3 @@ def test_a_recipe_of_another_program_is_referred_to_the_page_with_its_keys(tmp_p
     # A recipe with one such key is a recipe with a mistake.
     message = error_message(tmp_path, "[checkpoint]\nenable = true\n")
     assert "did you mean checkpoint.enabled?" in message and "coming_from" not in message
-
-
-def test_booleans_of_python_are_booleans(tmp_path: Path) -> None:
-    path = write(tmp_path, "")
-    for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
-        assert load(PretrainRecipe, path, {"checkpoint.enabled": text}).checkpoint.enabled is value
-    assert load(PretrainRecipe, path, {"sample.prompt": "True"}).sample.prompt == "True"  # a string is not parsed
-    assert "training.steps = true must be an integer" in error_message(tmp_path, "", **{"training.steps": "True"})

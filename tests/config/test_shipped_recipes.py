@@ -70,11 +70,6 @@ SHIPPED = {
     **{f"llama3_70b{float8}": (70_553_706_496, 256) for float8 in ("", "_float8")},
     **{f"llama3_405b{float8}": (405_853_388_800, 512) for float8 in ("", "_float8")},
 }
-# Those whose sharding the default tests compute: one of each family and kind of layout.
-OF_EACH_KIND = (
-    "gpt2_124m", "qwen2_5_7b", "qwen3_8b", "qwen3_30b_a3b", "gemma3_4b", "llama3_8b_float8", "llama3_8b_128k", "llama3_405b",
-    "deepseek_v2_lite", "gpt_oss_20b", "t5_base",
-)  # fmt: skip
 AT_SCALE = [name for name, (_, processes) in SHIPPED.items() if processes > 8]
 
 
@@ -83,9 +78,9 @@ def test_the_table_has_every_shipped_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> None:
+def test_a_shipped_recipe_loads_and_has_the_published_size(name: str, tmp_path: Path) -> None:
     count, processes = SHIPPED[name]
-    path = FOLDER / f"{name}.toml"
+    path, joined_file = FOLDER / f"{name}.toml", tmp_path / "one.toml"
     ignored: list[str] = []
     recipe = load_known(path, {}, ignored.append)
     assert ignored == []
@@ -93,15 +88,23 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     layout = recipe.parallelism
     machine = layout.pipeline * layout.tensor * layout.context
     check_recipe(recipe, max(8, machine))  # `./run_train.sh` takes every GPU of a machine
-    with torch.device("meta"):
-        model = build_model(recipe.model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
     program = next(
         (program for program in ("finetune", "dpo", "distill", "mlm", "seq2seq") if program in name), "pretrain"
     )
     program = {"modernbert_base": "mlm", "t5_base": "seq2seq", "stages/chat": "finetune"}.get(name, program)
     assert program_of(path).stem == program
+    text = joined(path)
+    assert "extends" not in text
+    joined_file.write_text(text)
+    assert load_known(joined_file, {}) == recipe
+
+
+def test_an_override_of_a_size_sets_the_fields_of_a_joined_recipe(tmp_path: Path) -> None:
+    """They are not written out."""
+    (tmp_path / "one.toml").write_text(joined(FOLDER / "llama3_8b_128k.toml"))
+    keys = {"model.size": "3.2-1B"}
+    assert load_known(tmp_path / "one.toml", keys) == load_known(FOLDER / "llama3_8b_128k.toml", keys)
 
 
 COMMENTED = re.compile(r"^(\w+) = .*# or \"(\w+)\"(?:, without (\w+))?", re.MULTILINE)
@@ -125,11 +128,19 @@ def test_values_that_comments_suggest_are_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        *(pytest.param(name, {}, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow]) for name in SHIPPED),
-        pytest.param("llama3_405b", {"pipeline": "1", "context": "4"}, marks=pytest.mark.slow),
+        ("gpt2_124m", {}), ("qwen2_5_7b", {}), ("qwen3_30b_a3b", {}), ("gemma3_4b", {}), ("llama3_8b_float8", {}),
+        ("llama3_8b_128k", {}), ("deepseek_v2_lite", {}), ("gpt_oss_20b", {}), ("t5_base", {}),
+        *(
+            pytest.param(name, overrides, marks=pytest.mark.slow)
+            for name, overrides in (
+                ("modernbert_base", {}), ("distill_llama3_1b", {}), ("mixtral_8x7b", {}), ("deepseek_v3_671b", {}),
+                ("gpt_oss_120b", {}), ("gemma2_27b", {}), ("finetune_llama3_8b", {}), ("llama3_70b_float8", {}),
+                ("llama3_405b", {}), ("llama3_405b", {"pipeline": "1", "context": "4"}),
+            )
+        ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrides: dict[str, str]) -> None:
     """Applies the transforms of the recipe at full size, on the meta device and a fake process group."""
     count, processes = SHIPPED[name]
@@ -166,13 +177,3 @@ def test_a_recipe_at_scale_states_its_gpus_and_the_memory_of_its_plan(name: str)
     stated = re.search(r"Planned memory: (\d+) GiB per GPU", text)
     assert f"{processes} GPUs" in text and stated
     assert plan.fits and int(stated[1]) == pytest.approx(plan.reserved / GIB, rel=0.05)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_recipe_joined_with_its_bases_is_equal(name: str, tmp_path: Path) -> None:
-    text = joined(FOLDER / f"{name}.toml")
-    assert "extends" not in text
-    (tmp_path / "one.toml").write_text(text)
-    # The fields of a model size are not written out, so that an override of the size still sets them.
-    for keys in ({}, {"model.dim": "256"}):
-        assert load_known(tmp_path / "one.toml", keys) == load_known(FOLDER / f"{name}.toml", keys)

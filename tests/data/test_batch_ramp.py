@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,32 +89,17 @@ def test_a_stream_repeats_and_skips_nothing_and_resumes_within_the_ramp(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("training", "parallelism", "processes", "problem"),
+    ("ramp", "parallelism", "problem"),
     [
-        (
-            dict(batch_ramp=((10, 6),)), {}, 2,
-            "training.batch_ramp has a size of 6, which is no multiple of the 8 sequences of a micro-batch on 2 data-parallel "
-            "ranks; use 8, or a smaller training.local_batch_size",
-        ),
-        (
-            dict(batch_ramp=((10, 8), (10, 20))), {}, 2,
-            "training.batch_ramp has a size of 20, which is no multiple of the 8 sequences of a micro-batch on 2 data-parallel "
-            "ranks; use 16 or 24, or a smaller training.local_batch_size",
-        ),
-        (
-            dict(batch_ramp=((10, 8),)), dict(pipeline=4, pipeline_schedule="1f1b"), 4,
-            "training.batch_ramp has a size of 8: parallelism.pipeline_schedule = '1f1b' over 4 ranks requires 4 or more "
-            "micro-batches, but a rank has 2",
-        ),
+        (((10, 8), (10, 20)), {}, "a size of 20, which is no multiple of the 8 sequences .*; use 16 or 24, or a smaller"),
+        (((10, 8),), dict(pipeline=4, pipeline_schedule="1f1b"), "a size of 8: .* over 4 ranks requires 4 or more micro-batches"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused(
-    training: dict[str, object], parallelism: dict[str, object], processes: int, problem: str
-) -> None:
+def test_sizes_that_do_not_divide_are_refused(ramp: Any, parallelism: dict[str, Any], problem: str) -> None:
+    processes = parallelism.get("pipeline", 2)
     check_recipe(recipe(training=dict(batch_ramp=((10, 16), (10, 24))), parallelism=parallelism), processes)
-    with pytest.raises(UserError) as error:
-        check_recipe(recipe(training=training, parallelism=parallelism), processes)
-    assert problem in str(error.value)
+    with pytest.raises(UserError, match=f"training.batch_ramp has {problem}"):
+        check_recipe(recipe(training=dict(batch_ramp=ramp), parallelism=parallelism), processes)
 
 
 def test_a_plan_counts_the_tokens_and_the_time_of_the_ramp() -> None:

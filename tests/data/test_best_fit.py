@@ -165,7 +165,4 @@ def test_too_few_sequences_and_sources_without_documents(tokens: Path) -> None:
         dataset(tokens, held_out=True, holdout_every=100)
     for source in ("stream", "synthetic"):
         problems = list(Data(source=source, path="x", packing="best_fit").problems())  # type: ignore[arg-type]
-        assert (
-            f"data.packing = 'best_fit' needs to know all documents, which data.source = '{source}' does not"
-            in problems[-1]
-        )
+        assert f"'best_fit' needs to know all documents, which data.source = '{source}' does not" in problems[-1]

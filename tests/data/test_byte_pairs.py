@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 
 from tests.data.preparing import read_split
-from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.tokens.byte_pairs import byte_letters, read_byte_pairs
 from titanlike.data.tokens.shards import TRAIN
@@ -77,18 +76,6 @@ def test_tokens_and_offsets_are_those_of_the_library(trained: Path) -> None:
         assert ends.tolist() == [end for _, end in expected.offsets], text
 
 
-def test_the_library_is_not_asked_for_most_texts(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec: Any = build_tokenizer(Section(encoding=str(trained))).codec
-    codec.encode_batch(["x" * NUM_COMPARED])
-    monkeypatch.setattr(codec, "tokenizer", None)
-    texts = ["def", f"é<tool>{EOS}", "e\u0301"]
-    assert "".join(map(codec._fast.decode, codec.encode_batch(texts))) == f"defé<tool>{EOS}é"
-    assert codec.encode_with_special(f"é{EOS}")[1].tolist() == [1, 1, 1 + len(EOS)]
-    for encode, text in ((codec.encode_batch, ["<tool>e\u0301"]), (codec.encode_with_special, "e\u0301")):
-        with pytest.raises((AttributeError, UserError), match="NoneType"):
-            encode(text)
-
-
 def test_what_has_another_form_is_left_to_the_library(tmp_path: Path) -> None:
     chain = [("a", "b"), ("b", "c"), ("ab", "c")]
 
@@ -114,8 +101,7 @@ def test_what_has_another_form_is_left_to_the_library(tmp_path: Path) -> None:
         file_of(chain, pre_tokenizer=LETTERS | {"use_regex": True}),
         file_of(chain, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, SPLIT, LETTERS]}),
         file_of(
-            chain,
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, LETTERS]},
+            chain, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, LETTERS]}
         ),
         file_of(chain, added_tokens=[eos | {"lstrip": True}]),
         file_of(chain, added_tokens=[eos, eos | {"id": 1001, "content": f"{EOS}>"}]),

@@ -3,9 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -73,12 +71,6 @@ def tokenizer(folder: Path) -> Tokenizer:
     return build_tokenizer(Section(encoding=str(folder)))
 
 
-def labels_of(template: ChatTemplate, messages: list[Any]) -> str:
-    """Returns the text of the tokens that are labels."""
-    [(tokens, labels)] = template.encode(conversation_of({"messages": messages}))
-    return template.tokenizer.codec.decode(tokens[labels].tolist())
-
-
 def test_tokens_and_labels_equal_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     template = build_chat_template("", tokenizer)
     assert "generation" in template.source
@@ -99,14 +91,6 @@ def test_the_opening_of_a_turn_is_what_precedes_its_labels(source: str, tokenize
     template = ChatTemplate(source, tokenizer) if source else build_chat_template("", build_tokenizer(Section()))
     [(tokens, labels)] = template.encode(Conversation(TURNS[:3]))
     assert template.opening(TURNS[:2]) == tokens[: labels.argmax()].tolist()
-
-
-def test_a_template_without_marks_has_the_same_labels(tokenizer: Tokenizer) -> None:
-    [marked] = ChatTemplate(CHATML, tokenizer).encode(Conversation(TURNS))
-    unmarked = ChatTemplate(UNMARKED, tokenizer)
-    assert "generation " not in unmarked.source
-    for found, expected in zip(unmarked.encode(Conversation(TURNS))[0], marked, strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 def test_an_answer_is_rendered_as_inference_renders_it(tokenizer: Tokenizer) -> None:
@@ -161,9 +145,7 @@ def test_an_answer_may_change_the_rendering_of_the_answer_before_it(tokenizer: T
 def test_a_prompt_that_its_answer_changes_is_refused(tokenizer: Tokenizer) -> None:
     source = UNMARKED.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>' }}")
     assert source != UNMARKED
-    with pytest.raises(
-        BadRecord, match=r"renders the first 2 messages differently when an answer follows, .* data.chat_temp"
-    ):
+    with pytest.raises(BadRecord, match=r"renders the first 2 messages differently when an answer follows"):
         ChatTemplate(source, tokenizer).encode(Conversation(TURNS))
 
 
@@ -232,9 +214,7 @@ def test_what_the_template_does_not_write_is_refused(tokenizer: Tokenizer) -> No
         *(ChatTemplate(each, tokenizer) for each in (CHATML, UNMARKED, partial)),
     ):
         spoken = call | ({"content": "wait"} if template.source == partial else {})
-        with pytest.raises(
-            BadRecord, match=r"does not write the assistant's call of the tool add; set data.chat_template to a"
-        ):
+        with pytest.raises(BadRecord, match=r"does not write the assistant's call of the tool add"):
             template.encode(conversation_of({"messages": [TURNS[1], spoken, TURNS[3], TURNS[4]]}))
         # Nor if another text has the name, or the call is one of a prompt.
         for changed in ({}, {"weight": 0}):
@@ -242,9 +222,7 @@ def test_what_the_template_does_not_write_is_refused(tokenizer: Tokenizer) -> No
                 named = TURNS[4] | {"content": "I add them."}
                 template.encode(conversation_of({"messages": [TURNS[1], spoken | changed, TURNS[3], named]}))
         thinks = TURNS[2] | {"reasoning_content": "hm"}
-        with pytest.raises(
-            BadRecord, match=r"message 1 has the field 'reasoning_content', which .* does not read; set data"
-        ):
+        with pytest.raises(BadRecord, match=r"message 1 has the field 'reasoning_content', which .* does not read"):
             template.encode(conversation_of({"messages": [TURNS[1], thinks]}))
     with pytest.raises(BadRecord, match=r'a call of a tool has no name: \{"a": 1\}'):
         template.encode(conversation_of({"messages": [TURNS[1], call | {"tool_calls": [{"a": 1}]}]}))
@@ -275,19 +253,16 @@ def test_adjacent_contents_cannot_complete_the_name_of_a_token(tokenizer: Tokeni
     assert not set(tokens.tolist()) & set(tokenizer.codec.special.values())
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
-    draw = random.Random(seed)
-    characters = [
-        chr(code) for code in (*range(0x300), *range(0xFDC0, 0xFE00), 0x2028, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)
-    ]
-    contents = ["".join(draw.choices(characters, k=draw.randint(1, 12))) for _ in range(draw.randint(2, 5))]
-    template = build_chat_template("", build_tokenizer(Section()))
-    messages = [
-        {"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)
-    ]
-    clean = [text.translate(dict.fromkeys(range(0xFDD0, 0xFDD4), "\ufffd")) for text in contents]
-    assert labels_of(template, messages) == "".join(f"{text}<|endoftext|>" for text in clean[1::2])
+def test_byte_tokenizer_labels_are_the_contents() -> None:
+    draw, template = random.Random(0), build_chat_template("", build_tokenizer(Section()))
+    codes = (*range(0x300), *range(0xFDC0, 0xFE00), 0x2028, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)
+    replaced = dict.fromkeys(range(0xFDD0, 0xFDD4), "\ufffd")  # characters that the template uses itself
+    for _ in range(30):
+        question, answer = ("".join(map(chr, draw.choices(codes, k=draw.randint(1, 30)))) for _ in range(2))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        [(tokens, labels)] = template.encode(conversation_of({"messages": messages}))
+        found = template.tokenizer.codec.decode(tokens[labels].tolist())
+        assert found == f"{answer.translate(replaced)}<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -295,9 +270,7 @@ def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
     [
         ("{% for %}", r"^the chat template, line 1: Expected"),
         ("{{ raise_exception('roles must alternate') }}", r"^the chat template raises TemplateError: roles must alternate$"),
-        ("{{ messages[0].content + 1 }}", r"^the chat template raises TypeError: can only"),
         ("{{ messages.append(1) }}", r"^the chat template raises SecurityError: "),
-        ("{{ ''.__class__.__mro__ }}", r"^the chat template raises SecurityError: "),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", r"renders no token of the assistant"),
         ("{{ messages[0].content[:4] }}{% generation %}a{% endgeneration %}", r"cuts the name of a special token"),
     ],
@@ -324,37 +297,3 @@ def test_templates_find_what_they_expect(tokenizer: Tokenizer, tmp_path: Path) -
     # The tokenizer has an EOS and no BOS.
     assert tokenizer.codec.decode(tokens.tolist()) == '<|endoftext|>{"name": "é<", "arguments": {}}[\n 1\n]26 Jul 2024'
     assert tokenizer.codec.decode(tokens[labels].tolist()) == '{"name": "é<", "arguments": {}}'
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"messages": "hi"}, r'messages is not a list: "hi"'),
-        ({"messages": [3]}, r"messages.0 is not an object: 3"),
-        ({"messages": [{"role": "bot", "content": ""}]}, r'messages.0.role = "bot"; use one of system, '),
-        ({"messages": [{"role": "user"}]}, r"messages.0.content is not text: null"),
-        ({"messages": [{"role": "user", "content": "a"}]}, r"messages has none with the role 'assistant'"),
-        ({"messages": []}, r"messages has none with the role 'assistant'"),
-        ({"prompt": "a", "text": "b"}, r"^no messages or .*, and no prompt or .* its fields are prompt, text; name"),
-        ({"prompt": 1, "completion": "b"}, r"the field 'prompt' is neither text nor messages: 1"),
-    ],
-)
-def test_records_that_are_refused(record: Any, message: str) -> None:
-    with pytest.raises(BadRecord, match=message):
-        conversation_of(record)
-
-
-def test_instructions_are_conversations_of_one_turn() -> None:
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for record in ({"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "b"}):
-        assert conversation_of(record).messages == turn
-    record = {"system": "s", "instruction": "a", "input": "x", "response": "b"}
-    assert conversation_of(record).messages == [
-        {"role": "system", "content": "s"}, {"role": "user", "content": "a\n\nx"}, turn[1]
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", ["{% for m in messages %}" * 30 + "{% endfor %}" * 30, "{{ " + "9" * 5000 + " }}"])
-def test_a_template_that_python_cannot_compile_is_refused(source: str, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="the chat template is nested too deeply, or has a number that is too long"):
-        ChatTemplate(source, tokenizer)

@@ -1,7 +1,6 @@
 """Chat data: packing, labels, epochs, validation, what is left out, and bad records."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ from tests.data.sequences import batches
 from titanlike.config import UserError, effect
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
-from titanlike.data.batches.best_fit import pack
 from titanlike.data.batches.chats import open_sources
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.chats import TokenizedChats
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.recipe.finetune import FinetuneRecipe
-from titanlike.tools.data.hooks import checked
 
 EOS = 256
 
@@ -48,15 +45,6 @@ def conversations_of(source: Any, steps: int) -> list[str]:
         for row, documents in zip(batch.tokens, batch.document_ids, strict=True):
             found += ["".join(map(chr, row[documents == document])) for document in range(documents[-1] + 1)]
     return [text for text in found if text.strip(chr(EOS))]
-
-
-@pytest.mark.parametrize("count", range(40))
-def test_every_item_is_in_one_bin_that_holds_it(count: int) -> None:
-    lengths = random.Random(count).choices(range(1, 21), k=count)
-    bins = [group.tolist() for group in pack(np.array(lengths, np.int64), 20).split()]
-    assert sorted(item for group in bins for item in group) == list(range(len(lengths)))
-    sizes = sorted(sum(lengths[item] for item in group) for group in bins)
-    assert not sizes or (sizes[-1] <= 20 and (len(sizes) == 1 or sizes[0] + sizes[1] > 20))
 
 
 def test_each_epoch_has_every_conversation_once(tmp_path: Path) -> None:
@@ -152,16 +140,6 @@ def test_documents_of_one_conversation_are_on_one_side(tmp_path: Path) -> None:
     assert "24 conversations, " in short.describe(1) and "24 skipped as too long" in short.describe(1)
 
 
-def test_check_says_that_a_conversation_becomes_several_documents(tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(THINKING.replace("{{ m.content if", "{{ '>' if m.role == 'assistant' }}{{ m.content if"))
-    for data, said in ((dict(chat_template=str(template)), True), ({}, False)):
-        recipe = FinetuneRecipe(data=ChatData(source="chat", path="chats.jsonl", **data))  # type: ignore[arg-type]
-        line = checked(recipe, num_processes=1)
-        assert (line is not None) == said
-        assert not said or f"chats   {template} renders an answer differently when others follow: " in str(line)
-
-
 def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Path, capsys: Any) -> None:
     chat = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "time": 3, "name": "x"}
     records = [
@@ -173,20 +151,9 @@ def test_a_line_has_the_fields_that_are_read_and_those_that_are_not(tmp_path: Pa
     for _ in range(2):  # tokenized, and from the cache
         open_chats(path, cache=cache)
         assert capsys.readouterr().out == line
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.name }}{% "
-                        "endgeneration %}{% endif %}{% endfor %}")  # fmt: skip
-    open_chats(write(tmp_path / "more.jsonl", records[0]), chat_template=str(template))
-    assert (
-        capsys.readouterr().out == "fields  conversations, conversations.name read; id, conversations.time not read\n"
-    )
     # What is dropped is not read: an input of messages, and a system message besides that of the messages.
-    dropped = {
-        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
-        "completion": "b",
-        "input": "c",
-        "system": "t",
-    }
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    dropped = {"prompt": prompt, "completion": "b", "input": "c", "system": "t"}
     open_chats(write(tmp_path / "dropped.jsonl", dropped))
     assert capsys.readouterr().out == "fields  prompt, completion read; input, system not read\n"
 
@@ -228,11 +195,7 @@ def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [{"role": "boss", "content": "a"}]}, r'chats.jsonl, line 2: messages.0.role = "boss"; use one of'),
-        ({"messages": {}}, r"chats.jsonl, line 2: messages is not a list: \{\}"),
-        ("[1]", r"chats.jsonl, line 2: a list, not an object"),
         ("{", r"chats.jsonl, line 2: not JSON: "),
-        ({"prompt": "a", "completion": None}, r"chats.jsonl, line 2: no messages or .* that is not empty; its fields are prompt; "),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, r"line 2: message 1 is an empty"),
         ({"prompt": "refuse", "completion": "b"}, r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$"),
     ],
@@ -264,10 +227,3 @@ def test_the_cache_is_read_and_replaced_if_damaged(tmp_path: Path, monkeypatch: 
     written = file.stat().st_mtime_ns
     assert open_chats(path, cache=cache).training.fingerprint == expected
     assert file.stat().st_mtime_ns == written
-
-
-def test_generated_conversations_need_no_file() -> None:
-    section = ChatData(source="synthetic_chat", holdout_every=20)
-    tokenizer = build_tokenizer(Tokenizer())
-    sources = open_sources(section, tokenizer, seq_len=128, global_batch_size=8, seed=0, validate=True)
-    assert sources.training.describe(1).startswith("950 conversations") and sources.validation

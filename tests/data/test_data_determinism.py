@@ -58,7 +58,7 @@ def write_shards(where: Path, sizes: list[int], start: int) -> Shards:
     return Shards(str(where))
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(12))
 def test_shards(number: int, tmp_path: Path) -> None:
     draw = random.Random(number)
     sizes, layout, stops, every = sizes_of(draw, 3), layout_of(draw), stops_of(draw), draw.choice((0, 2, 3))
@@ -85,7 +85,7 @@ def test_shards(number: int, tmp_path: Path) -> None:
             assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(8))
 def test_streams(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(number)
     sizes, seq_len, seed = sizes_of(draw, 2), draw.randint(2, 40), draw.randrange(2**40)

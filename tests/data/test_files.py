@@ -11,7 +11,6 @@ import fsspec
 import pytest
 import zstandard
 
-from tests.launching import free_port
 from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.data.documents import remote
@@ -99,7 +98,7 @@ def test_missing_files_are_reported(tmp_path: Path) -> None:
 
 
 def test_compressed_files_are_decompressed_by_lines_and_closed(tmp_path: Path) -> None:
-    lines = [f"line {number}\n".encode() for number in range(200_000)]
+    lines = [f"line {number}\n".encode() for number in range(20_000)]
     content = b"".join(lines)
     half = len(content) // 2
     (tmp_path / "a.gz").write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))
@@ -115,18 +114,12 @@ def test_compressed_files_are_decompressed_by_lines_and_closed(tmp_path: Path) -
         assert stream.compressed.closed  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
-def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
-    lines = "".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(20_000)).encode()
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(2000)).encode()
     for name, content in (("a.jsonl.gz", gzip.compress(lines)), ("a.jsonl.zst", zstandard.compress(lines))):
-        (tmp_path / name).write_bytes(content[: int(share * len(content))])
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
         with pytest.raises(UserError, match=f"{name}, after line [0-9]+: the file is truncated; copy it again"):
             list(read_documents(list_files(str(tmp_path / name))[0], Fields()))
-
-
-def test_a_frame_of_few_bytes_is_read_in_parts(tmp_path: Path) -> None:
-    (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(2**26)) + zstandard.compress(b"") + b"")
-    assert read(list_files(str(tmp_path / "a.zst"))[0]) == bytes(2**26)
 
 
 def test_fsspec_urls(memory: str) -> None:
@@ -187,14 +180,6 @@ def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
     assert len([path for path, _ in server.asked[asked:] if path == "none.txt"]) <= 2  # not retried
 
 
-def test_a_server_that_does_not_answer_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY_DELAY", 0.0)
-    with pytest.raises(
-        UserError, match=r"a\.txt: cannot be read, tried 3 times: ClientConnectorError: Cannot connect to host"
-    ):
-        list_files(f"http://127.0.0.1:{free_port()}/a.txt")
-
-
 def test_a_range_of_too_many_files_is_refused() -> None:
     with pytest.raises(UserError, match=r"a range of 1,000,000,000 files; give at most 100,000"):
         list_files("https://127.0.0.1/{000000000..999999999}.txt")
@@ -208,12 +193,3 @@ def test_remote_file_that_became_shorter_is_reported(server: Web) -> None:
         server.files["a.txt"] = bytes(10)
         with pytest.raises(UserError, match=r"a\.txt: ends at byte \d+ of 9437184; it has changed"):
             stream.read()
-
-
-def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a.zst").write_bytes(b"")
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(
-        UserError, match=r"a\.zst requires the package zstandard; run: pip install \"titanlike\[data\]\""
-    ):
-        read(list_files(str(tmp_path / "a.zst"))[0])

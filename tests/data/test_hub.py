@@ -1,7 +1,6 @@
 """Recipes that stream from the Hugging Face Hub, with a local server in its place."""
 
 import gzip
-import io
 import json
 import re
 import threading
@@ -10,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.launching import ROOT, python
@@ -21,20 +18,12 @@ def jsonl(name: str) -> bytes:
     return gzip.compress("".join(json.dumps({"text": f"{name} {n} " * 40}) + "\n" for n in range(200)).encode())
 
 
-def parquet(name: str) -> bytes:
-    table = pyarrow.table({"text": [f"{name} {n} " * 400 for n in range(200)], "id": list(range(200))})
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table, buffer, row_group_size=50)
-    return buffer.getvalue()
-
-
 FILES = {
     "allenai/c4": {
         **{f"en/c4-train.{n:05}-of-01024.json.gz": jsonl(f"train{n}") for n in range(2)},
         "en/c4-validation.00000-of-00008.json.gz": jsonl("validation"),
         "realnewslike/c4-train.00000-of-00512.json.gz": jsonl("other"),
     },
-    "HuggingFaceFW/fineweb-edu": {f"sample/10BT/{n:03}_00000.parquet": parquet(f"edu{n}") for n in range(2)},
 }
 
 
@@ -112,9 +101,3 @@ def test_c4_recipe_streams_and_validates(hub: str, tmp_path: Path) -> None:
         "train1"
     }  # this rank's file
     assert re.search(r"validation \d+ validation \d+", inspect(hub, tmp_path, *arguments, "--validation"))
-
-
-@pytest.mark.slow
-def test_fineweb_edu_recipe_streams(hub: str, tmp_path: Path) -> None:
-    shown = inspect(hub, tmp_path, "train_configs/llama3_1b_fineweb_edu.toml", "--sequences=128")
-    assert set(re.findall(r"edu\d", shown)) == {"edu0", "edu1"}

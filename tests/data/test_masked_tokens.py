@@ -26,8 +26,7 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.losses import IGNORE
 from titanlike.losses.accuracy import LossAndAccuracy
 from titanlike.models.common.layers import TiedLMHead
-from titanlike.recipe import PretrainRecipe, load
-from titanlike.recipe.finetune import FinetuneRecipe
+from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.mlm import MlmRecipe
 from titanlike.run.checks import check_recipe
 from titanlike.run.masked_tokens import loss_and_accuracy
@@ -152,9 +151,7 @@ def test_the_mask_token_is_that_of_the_tokenizer_or_the_first_that_it_does_not_h
     assert mask_token(bert, MaskedTokens(), 64) == bert.codec.special["[MASK]"]
     assert mask_token(bert, MaskedTokens(mask_token="<other>"), 64) == bert.codec.special["<other>"]
     assert mask_token(BYTES, MaskedTokens(), 320) == MASK
-    with pytest.raises(
-        UserError, match=r"'bytes' has no mask token, and model.vocab_size = 257 .* set model.vocab_size = 320"
-    ):
+    with pytest.raises(UserError, match=r"'bytes' has no mask token, and model.vocab_size = 257"):
         mask_token(BYTES, MaskedTokens(), 257)
     with pytest.raises(UserError, match=r"mlm.mask_token = '<m>' is not a special token of .*; it has \[PAD\], "):
         mask_token(bert, MaskedTokens(mask_token="<m>"), 64)
@@ -188,31 +185,13 @@ recipe: Callable[..., Any] = partial(changed, MlmRecipe())
     ("refused", "message"),
     [
         (changed(PretrainRecipe(), model=BERT), "'bert' is an encoder, which predicts masked tokens; set program = 'mlm'"),
-        (changed(FinetuneRecipe(), model=MODERNBERT), "'modernbert' is an encoder, which predicts masked tokens; set program"),
         (recipe(model=PretrainRecipe().model), "'llama' predicts the next token; use 'bert' or 'modernbert', or program = "),
         (recipe(sample=dict(tokens=9)), "sample.tokens = 9: an encoder does not generate text; set it to 0"),
-        (recipe(evaluation=dict(interval=5, tasks=("a.jsonl",))), "evaluation.interval = 5: an encoder does not predict"),
         (recipe(model=dict(vocab_size=257)), "model.vocab_size = 257 leaves no row for a mask token, which tokenizer.encoding ="),
-        (recipe(training=dict(seq_len=1024)), "training.seq_len = 1024 is longer than the model's max_seq_len = 512"),
-        (recipe(model=MODERNBERT, parallelism=dict(tensor=3)), "parallelism.tensor = 3 does not divide model.num_heads = 4"),
         (recipe(model=replace(MODERNBERT, sliding_window=7)), "model.sliding_window = 7 is odd"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_remedy(refused: PretrainRecipe, message: str) -> None:
-    refused = changed(refused, training=dict(seq_len=min(refused.training.seq_len, 1024), local_batch_size=1))
-    if "longer" not in message:
-        refused = changed(refused, training=dict(seq_len=384))
     with pytest.raises(UserError) as error:
-        check_recipe(refused, 3 if refused.parallelism.tensor == 3 else 1)
+        check_recipe(changed(refused, training=dict(seq_len=384, local_batch_size=1)), 1)
     assert message in str(error.value)
-
-
-def test_a_section_of_another_program_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "recipe.toml"
-    file.write_text("[mlm]\nmask_probability = 0.2\n")
-    with pytest.raises(UserError, match=r'mlm: unknown key; recipes/mlm\.py has it; set program = "mlm"'):
-        load(PretrainRecipe, file)
-    file.write_text('[mlm]\nmask_probability = 1.0\n[model]\nname = "bert"\n')
-    with pytest.raises(UserError, match=r"mlm\.mask_probability = 1\.0"):
-        load(MlmRecipe, file)
-    check_recipe(changed(MlmRecipe(), training=dict(seq_len=512)), 1)

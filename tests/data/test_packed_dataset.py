@@ -211,14 +211,6 @@ def test_prefetched_batches_come_with_the_position_of_the_batch_taken() -> None:
     wait_until(lambda: set(threading.enumerate()) <= threads)
 
 
-def test_prefetching_ends_with_the_last_step() -> None:
-    loader = batches(StepSource())
-    threads = set(threading.enumerate())
-    with loader.prefetch(2, first_step=1, last_step=3):
-        assert [int(loader.microbatches(step)[0].labels[0, 0]) for step in (1, 2, 3)] == [1, 2, 3]
-        wait_until(lambda: set(threading.enumerate()) <= threads)
-
-
 def test_an_exception_while_prefetching_is_raised_unchanged_at_its_step() -> None:
     source = StepSource(fails_at=3)
     loader = batches(source)

@@ -134,25 +134,16 @@ def test_duplicates_and_rubbish_are_removed(planted: Planted, tmp_path: Path, sm
     assert not (tmp_path / "out/stages").exists()
 
 
-@pytest.mark.parametrize(
-    ("duplicates", "kept", "found"),
-    [
-        ("count", 175, {"exact": 20}),
-        ("count-near", 175, {"exact": 20, "near": 30}),
-        ("remove", 155, {"exact": 20}),
-        ("remove-near", 125, {"exact": 20, "near": 30}),
-    ],
-)
-def test_modes_of_duplicates(
-    planted: Planted, tmp_path: Path, small_units: None, duplicates: Any, kept: int, found: dict[str, int]
-) -> None:
-    assert len(prepared(planted.inputs, tmp_path / "out", duplicates)) == kept
-    report = report_of(tmp_path / "out")
-    assert report["duplicates"] == found
-    assert report["documents"]["kept"]["documents"] == kept
-    assert set(report["removed"]) == (
-        set() if kept == 175 else {"exact_duplicates", "near_duplicates"} if kept == 125 else {"exact_duplicates"}
-    )
+def test_modes_of_duplicates(planted: Planted, tmp_path: Path, small_units: None) -> None:
+    both = {"exact": 20, "near": 30}
+    for mode, kept, found, removed in (
+        ("count-near", 175, both, set()),
+        ("remove", 155, {"exact": 20}, {"exact_duplicates"}),
+    ):
+        assert len(prepared(planted.inputs, tmp_path / mode, mode)) == kept
+        report = report_of(tmp_path / mode)
+        assert (report["duplicates"], set(report["removed"])) == (found, removed)
+        assert report["documents"]["kept"]["documents"] == kept
 
 
 def test_one_document_with_many_copies(tmp_path: Path, small_units: None) -> None:
@@ -182,13 +173,6 @@ def test_prompts_are_part_of_a_document(tmp_path: Path) -> None:
         assert len(prepared([tmp_path / "a.jsonl"], out, duplicates, fields=Fields("text", "ask"))) == kept
         report = report_of(out)
         assert report["duplicates"] == {"exact": 1}
-
-
-@pytest.mark.parametrize("duplicates", ["remove", "remove-near"])
-def test_no_document_is_left(tmp_path: Path, duplicates: Any) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
-    with pytest.raises(UserError, match=r"no documents: .*2 bad records"):
-        prepared([tmp_path / "a.jsonl"], tmp_path / "out", duplicates, bad="skip")
 
 
 def test_lines_of_many_documents_are_removed(tmp_path: Path, small_units: None) -> None:
@@ -240,7 +224,6 @@ import numpy
 def keep(text): return numpy.bool_("changed" not in text.lower())
 def shorter(text): return text[:50] if "a" in text else False
 def by_field(record): return record.get("lang") == "en"
-def broken(text): return 1 / len(text.removeprefix("Too short."))
 def nothing(text): pass
 def ends(text): raise SystemExit(0)
 """
@@ -289,7 +272,6 @@ def test_filters_see_long_documents_complete(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", r"c0\.txt: --filter .*my\.py:broken raised ZeroDivisionError: division by zero"),
         ("nothing", r"a\.jsonl, line 1: --filter .*my\.py:nothing returned NoneType; return True to keep"),
         ("ends", r"a\.jsonl, line 1: --filter .*my\.py:ends raised SystemExit: 0"),
     ],
@@ -297,40 +279,22 @@ def test_filters_see_long_documents_complete(
 def test_errors_of_a_filter_name_the_record(
     planted: Planted, tmp_path: Path, filters: Callable[[str], Quality], name: str, message: str
 ) -> None:
-    if name == "broken":
-        planted.inputs = [str(tmp_path / "planted/c0.txt")]
     with pytest.raises(UserError, match=message):
         prepare(planted.inputs, tmp_path / "out", BYTES, quality=filters(name), workers=0)
 
 
-def test_error_of_a_filter_in_the_middle_of_a_file(tmp_path: Path, small_units: None) -> None:
-    rng = random.Random(0)
-    lines = [prose(rng) for _ in range(100)]
-    lines[77] = "stop here"
-    write(tmp_path / "a.jsonl", lines)
-    pq.write_table(pa.Table.from_pylist([{"text": line} for line in lines]), tmp_path / "b.parquet", row_group_size=7)
-    (tmp_path / "my.py").write_text("def keep(text): return 'stop' not in text or {}['a']\n")
-    for file, where in (("a.jsonl", r"line \d+ after byte \d\d,\d+"), ("b.parquet", "row 8 after row group 10")):
-        with pytest.raises(UserError, match=rf"{file}, {where}: --filter .*my\.py:keep raised KeyError: 'a'"):
-            quality = Quality(own=open_filter(f"{tmp_path}/my.py:keep"))
-            prepared([tmp_path / file], tmp_path / f"{file}.out", quality=quality)
-
-
-@pytest.mark.parametrize("num_files", [1, 40])
 @pytest.mark.parametrize(
-    ("ending", "message"),
+    ("num_files", "ending", "message"),
     [
-        ("sys.exit(0)", r"--filter .*my\.py:keep raised SystemExit: 0"),
-        ("os._exit(0)", r"a worker process ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
-        ("os._exit(7)", r"a worker process ended with exit code 7 .*, or --filter .*my\.py:keep ended it"),
-        ("os.kill(os.getpid(), 9)", r"a worker process was killed by SIGKILL .*, or --filter .*my\.py:keep ended it"),
+        # One work unit, which this process would do itself without a filter.
+        (1, "os._exit(0)", r"ended with exit code 0 .*, or --filter .*my\.py:keep ended it"),
+        (40, "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*, or --filter .*my\.py:keep ended it"),
     ],
 )
 def test_a_filter_that_ends_its_process_is_named(
     tmp_path: Path, small_units: None, num_files: int, ending: str, message: str
 ) -> None:
-    """Also if there is one work unit, which this process would do itself without a filter."""
-    (tmp_path / "my.py").write_text(f"import os, sys\ndef keep(text):\n    {ending}\n")
+    (tmp_path / "my.py").write_text(f"import os\ndef keep(text):\n    {ending}\n")
     (tmp_path / "text").mkdir()
     for number in range(num_files):
         (tmp_path / "text" / f"{number:02}.txt").write_text("word " * 100)
@@ -346,12 +310,9 @@ def test_filters_that_cannot_be_used(tmp_path: Path, filters: Callable[[str], Qu
         return str(caught.value).replace(f"{tmp_path}/", "")
 
     assert refusal("my.py") == "--filter my.py: give a file and a function, such as my_filter.py:keep"
-    assert refusal(f"{tmp_path}/no.py:keep") == "--filter no.py:keep: no.py cannot be read: No such file or directory"
     assert refusal(f"{tmp_path}/my.py:kept").startswith(
         "--filter my.py:kept: my.py has no function 'kept'; its functions: keep, shorter"
     )
-    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
-    assert "ends.py cannot be imported: SystemExit: 0" in refusal(f"{tmp_path}/ends.py:a")
     (tmp_path / "bad.py").write_text("import nothing_like_it\n")
     assert "bad.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'" in refusal(
         f"{tmp_path}/bad.py:a"
@@ -362,9 +323,7 @@ def test_limits_of_quality() -> None:
     assert parse_thresholds("default") == Thresholds()
     assert parse_thresholds("min_characters=5, max_symbols=0.25") == Thresholds(min_characters=5, max_symbols=0.25)
     for text, message in (
-        ("min_words=5", "min_words = 5: unknown key; choose from max_characters, "),
         ("max_symbol=1", "max_symbol = 1: unknown key; did you mean max_symbols?"),
-        ("max_symbols=many", 'max_symbols = "many" must be a number > 0 and <= 1'),
         ("max_symbols=1.5", "max_symbols = 1.5 must be a number > 0 and <= 1"),
     ):
         with pytest.raises(UserError, match=re.escape(f"--quality {text}: {message}")):
@@ -390,12 +349,8 @@ def test_test_split(planted: Planted, tmp_path: Path, alone: None) -> None:
     assert 0.15 < len(three[TEST]) / 175 < 0.45
     sets = [set(texts) for texts in three.values()]
     assert not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
-    for shares, message in (
-        ((0.5, 0.5), "leave no document for training"),
-        ((0, 1.0), r"--test = 1\.0: give a fraction"),
-    ):
-        with pytest.raises(UserError, match=message):
-            prepared(planted.inputs, tmp_path / "out", validation_share=shares[0], test_share=shares[1])
+    with pytest.raises(UserError, match="leave no document for training"):
+        prepared(planted.inputs, tmp_path / "out", validation_share=0.5, test_share=0.5)
 
 
 def test_near_copies_are_not_in_two_splits(planted: Planted, tmp_path: Path) -> None:
@@ -416,22 +371,17 @@ def every_stage(filters: Callable[[str], Quality]) -> dict[str, Any]:
     return {"quality": quality, "validation_share": 0.2, "test_share": 0.1}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_result_does_not_depend_on_the_number_of_workers(
-    planted: Planted, tmp_path: Path, small_units: None, every_stage: dict[str, Any], count: int
+    planted: Planted, tmp_path: Path, small_units: None, every_stage: dict[str, Any]
 ) -> None:
     prepare(planted.inputs, tmp_path / "serial", BYTES, workers=0, **every_stage)
-    prepare(planted.inputs, tmp_path / "out", BYTES, workers=count, **every_stage)
+    prepare(planted.inputs, tmp_path / "out", BYTES, workers=2, **every_stage)
     assert content(tmp_path / "out") == content(tmp_path / "serial")
     assert len(json.loads((tmp_path / "out/plan.json").read_text())["units"]) > 8
 
 
 def test_result_does_not_depend_on_interruptions(
-    planted: Planted,
-    tmp_path: Path,
-    small_units: None,
-    monkeypatch: pytest.MonkeyPatch,
-    every_stage: dict[str, Any],
+    planted: Planted, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, every_stage: dict[str, Any]
 ) -> None:
     prepare(planted.inputs, tmp_path / "undisturbed", BYTES, workers=0, **every_stage)
     expected = content(tmp_path / "undisturbed")
@@ -453,10 +403,11 @@ def test_result_does_not_depend_on_interruptions(
         with pytest.raises(Interrupted):
             prepare(planted.inputs, tmp_path / "out", BYTES, workers=0, **every_stage)
     (tmp_path / "out.partial/unit-00001.json").unlink()
+    (tmp_path / "out.partial/train-00002.tokens").write_bytes(b"short")  # as after a loss of power
     stop = None
     prepare(planted.inputs, tmp_path / "out", BYTES, workers=0, **every_stage)
     assert content(tmp_path / "out") == expected
-    assert len(done) == 3 * num_units + 1
+    assert len(done) == 3 * num_units + 2
 
 
 def test_resuming_with_other_stages_is_refused(

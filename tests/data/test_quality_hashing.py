@@ -2,20 +2,16 @@
 
 import random
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from titanlike.tools.data.quality import hashing
-from titanlike.tools.data.quality.duplicates import copies_of, link, merge, roots, write_run
+from titanlike.tools.data.quality.duplicates import copies_of, link, roots
 from titanlike.tools.data.quality.hashing import (
     BANDS,
     ROWS,
     Words,
     band_keys,
-    pieces,
-    select,
     shingles_of,
     signatures_of,
     words_of,
@@ -49,33 +45,6 @@ def test_words_of_a_text(text: str, expected: str) -> None:
 
 def random_texts(rng: random.Random, count: int) -> list[str]:
     return [" ".join(rng.choices("abcdefgh", k=rng.choice([0, 1, 3, 4, 5, 6, 300]))) for _ in range(count)]
-
-
-def test_shingles_are_those_of_each_text_alone() -> None:
-    texts = random_texts(random.Random(0), 60)
-    words = words_of([text.encode() for text in texts])
-    for size in (2, 5):
-        values: dict[tuple[str, ...], int] = {}
-        for text, found in zip(texts, split(shingles_of(words, size)), strict=True):
-            tokens = text.split()
-            expected = [tuple(tokens[at : at + size]) for at in range(max(len(tokens) - size + 1, min(len(tokens), 1)))]
-            assert len(found) == len(expected)
-            assert all(values.setdefault(key, value) == value for key, value in zip(expected, found, strict=True))
-        assert len(set(values.values())) == len(values)
-    kept = [number % 3 == 0 for number in range(60)]
-    assert split(select(words, kept)) == split(words)[::3]
-
-
-def test_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = random_texts(random.Random(1), 20)
-    contents = [text.encode() for text in texts]
-    expected = split(words_of(contents))
-    monkeypatch.setattr(hashing, "PIECE", 64)
-    monkeypatch.setattr(hashing, "GROUP", 100)
-    assert split(words_of(contents)) == expected
-    for content in (*contents, b"x" * 500):
-        assert b"".join(pieces(content)) == content
-        assert max(map(len, pieces(content))) <= 64
 
 
 def test_signatures_estimate_the_similarity() -> None:
@@ -117,32 +86,3 @@ def test_clusters_against_a_search() -> None:
     assert roots(parents, np.arange(300)).tolist() == [min(neighbors[number]) for number in range(300)]
     first, copies = copies_of(np.array([7, 3, 7, 7, 3], np.uint64), np.arange(5))
     assert list(zip(first.tolist(), copies.tolist(), strict=True)) == [(0, 2), (0, 3), (1, 4)]
-
-
-def test_copies_do_not_form_a_chain() -> None:
-    """Each follows the first one, so that the time does not grow with the square of their number."""
-    parents = np.arange(1000, dtype=np.uint32)
-    link(parents, *copies_of(np.zeros(1000, np.uint64), np.arange(1000)))
-    assert not parents.any()
-
-
-def test_merge_yields_every_record_once(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    expected, paths = [], []
-    for number, count in enumerate((0, 1, 300, 77)):
-        keys = np.unique(rng.integers(0, 2**64, count, dtype=np.uint64))
-        values = rng.integers(0, 2**32, len(keys), dtype=np.uint32)
-        paths.append(tmp_path / str(number))
-        write_run(paths[-1], keys, values)
-        expected += [(key, number, value) for key, value in zip(keys.tolist(), values.tolist(), strict=True)]
-    for max_records in (10, 100, 10**6):
-        parts = list(merge(paths, max_records))
-        assert len(parts) == -(-len(expected) // max_records)
-        assert max(len(part.keys) for part in parts) < 2 * max_records + 10
-        found = [
-            list(zip(part.keys.tolist(), part.files.tolist(), part.numbers.tolist(), strict=True)) for part in parts
-        ]
-        assert sorted(record for part in found for record in part) == sorted(expected)
-        ranges = [(min(part), max(part)) for part in found if part]
-        assert all(before[1] < after[0] for before, after in pairwise(ranges))
-    assert list(merge([])) == []

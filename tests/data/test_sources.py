@@ -2,10 +2,8 @@
 
 import base64
 import dataclasses
-import errno
 import json
 import re
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +16,11 @@ from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import ShuffledMixture
-from titanlike.data.batches.sources import Sources, open_sources, paths_and_weights
+from titanlike.data.batches.sources import Sources, open_sources
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import cache as cache_module
-from titanlike.data.tokens import shard_writer, work_units
-from titanlike.data.tokens.cache import write_shards
+from titanlike.data.tokens import work_units
 from titanlike.data.tokens.tokenization import tokenize
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.recipe import PretrainRecipe
@@ -68,27 +65,11 @@ def test_each_text_file_is_a_document_with_an_eos(tmp_path: Path, cache: Path, d
     assert tokens_of(open_(source="text", path=str(folder / "**/a*"), seq_len=2).training) == [*b"aa", 256]
 
 
-def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="some text")
-    calls: list[Path] = []
-
-    def counted(files: Any, out: Path, *others: Any, **options: Any) -> Any:
-        calls.append(out)
-        return write_shards(files, out, *others, **options)
-
-    monkeypatch.setattr(cache_module, "write_shards", counted)
-    found: list[Sources] = []
-    threads = [threading.Thread(target=lambda: found.append(open_(source="text", path=str(folder)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(calls) == 1
-    assert len({one.training.fingerprint for one in found}) == 1
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [calls[0].name]
+    assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"some text", 256]
     (folder / "a.txt").write_text("more text")  # same size, new modification time
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"more text", 256]
-    assert len(calls) == 2
 
 
 def test_an_interrupted_tokenization_resumes(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +110,8 @@ def test_an_interrupted_tokenization_resumes(tmp_path: Path, cache: Path, monkey
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="some text")
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache to a writable folder"
-    ):
+    with pytest.raises(UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache"):
         open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
-
-
-def test_a_full_cache_names_the_key_that_moves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = texts(tmp_path / "text", a="some text" * 1000)
-
-    def full(file: Any, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shard_writer, "write_all", full)
-    with pytest.raises(
-        UserError, match=r"the disk is full \(.*\); free some space, or set data\.cache to a folder on another"
-    ):
-        open_(source="text", path=str(folder), cache=str(tmp_path / "cache"))
 
 
 def test_unreadable_files_are_errors(tmp_path: Path) -> None:
@@ -157,31 +123,12 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     assert tokens_of(open_(source="text", path=str(folder), bad_records="skip").training) == [*b"a a a", 256]
     with pytest.raises(UserError, match=r"bad\.txt: byte 3 is not UTF-8"):  # although the cache has the other records
         open_(source="text", path=str(folder))
-    (folder / "bad.txt").unlink()
-    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file"):
-        open_(source="text", path=str(folder))
-    (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match=r"data\.path = '.*none': no files found"):
-        open_(source="text", path=str(tmp_path / "none"))
-    texts(tmp_path / "empty", a="")
-    with pytest.raises(UserError, match=r"no documents: "):
-        open_(source="text", path=str(tmp_path / "empty"))
 
 
-def test_a_text_shorter_than_a_sequence_is_an_error(tmp_path: Path) -> None:
-    folder = texts(tmp_path / "text", a="ab")
-    with pytest.raises(UserError, match=r"text has 3 tokens, too few for sequences of training\.seq_len = 4"):
-        open_(source="text", path=str(folder))
-
-
-def test_python_stdlib_is_found_and_synthetic_tokens_are_deterministic() -> None:
-    tokens = np.array(tokens_of(open_(source="python_stdlib").training))
-    assert len(tokens) > 3_000_000
-    assert b"class JSONEncoder" in bytes(tokens[tokens < 256].astype(np.uint8))
-    one, other = (open_(source="synthetic") for _ in range(2))
-    assert one.training.fingerprint == other.training.fingerprint != open_(source="python_stdlib").training.fingerprint
-    assert max(tokens_of(one.training)) == 256
+def test_synthetic_tokens_are_deterministic() -> None:
+    one, other = (open_(source="synthetic").training for _ in range(2))
+    assert one.fingerprint == other.fingerprint and tokens_of(one) == tokens_of(other)
+    assert max(tokens_of(one)) == 256
 
 
 def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys: str) -> str:
@@ -192,10 +139,6 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
     fields = Fields("text", keys.pop("prompt", ""))
     prepare([str(file)], out, Section(**keys), fields=fields, validation_share=share, workers=0)  # type: ignore[arg-type]
     return str(out)
-
-
-def test_random_tokens_replace_a_mixture() -> None:
-    assert paths_and_weights(Data(source="synthetic", mixture=("a", "b"))) == (["synthetic"], [1.0])
 
 
 def test_the_keys_of_a_mixture_reach_its_source(tmp_path: Path) -> None:
@@ -279,15 +222,6 @@ def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path
     assert mixed[3] == open_(source="shards", path=one).training.fingerprint
 
 
-def test_prompts_are_masked(tmp_path: Path) -> None:
-    path = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
-    data = open_(source="shards", path=path)
-    for step in range(1, 20):
-        batch = data.training.read(step, range(2))
-        assert batch.loss_mask is not None
-        assert (batch.loss_mask == (batch.tokens != ord("?"))).all()
-
-
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     path = shards(tmp_path, "other", ["text"] * 9)
     (tmp_path / "bytes").write_text("".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256)))
@@ -334,7 +268,5 @@ def test_a_source_without_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("location", ["memory://runs", "https://host/runs"])
 def test_checkpoints_that_would_be_lost_are_refused(location: str) -> None:
     recipe = PretrainRecipe(validation=Validation(interval=0), checkpoint=Checkpoint(dir=location))
-    with pytest.raises(
-        UserError, match=r"checkpoint.dir = '.*' (is lost when the process ends|cannot be written); use a d"
-    ):
+    with pytest.raises(UserError, match=r"checkpoint.dir = '.*' (is lost when the process ends|cannot be written)"):
         check_recipe(recipe, 1)

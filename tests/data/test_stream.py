@@ -5,22 +5,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
-from tests.data.sequences import BYTES, open_stream, write
+from tests.data.sequences import open_stream, write
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches import stream
-from titanlike.data.batches.sources import open_sources
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.data_files import File
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields
-from titanlike.data.tokens.tokenizer import build_tokenizer
 
 END = 256
 
@@ -63,43 +59,6 @@ def test_each_reader_yields_its_documents_once_an_epoch(tmp_path: Path, sizes: l
         assert sorted(first) == sorted(second) == expected
         if len(expected) > 5:
             assert first != expected != second != first  # shuffled, differently each epoch
-
-
-def test_a_row_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    files = write(tmp_path, [30, 20, 50, 10])
-    for step in (1, 2, 3):
-        source = open_stream([files])
-        for each in range(1, step + 1):
-            expected = source.read(each, range(8))
-        for ranks in (2, 4, 8):
-            parts = []
-            for rank in range(ranks):
-                source = open_stream([files], workers=1 + rank % 3)
-                rows = range(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-                parts += [source.read(each, rows) for each in range(1, step + 1)][-1:]
-            assert np.array_equal(np.concatenate([part.tokens for part in parts]), expected.tokens)
-            assert np.array_equal(np.concatenate([part.sequence_ids for part in parts]), expected.sequence_ids)
-
-
-@pytest.mark.parametrize("block", [2, 256])
-def test_a_position_is_exact_at_any_step(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "BLOCK", block)
-    files = [write(tmp_path, [9, 4, 0, 5, 6]), write(tmp_path, [3, 8], "other")]
-    files[0] = [file for file in files[0] if file.size]
-    options = dict(weights=[2, 1], seq_len=12)
-    source = open_stream(files, **options)
-    expected = {step: source.read(step, range(8)).tokens for step in range(1, 41)}
-    for stop in (1, 5, 17):
-        first = open_stream(files, **options)
-        for step in range(1, stop + 1):
-            first.read(step, range(8))
-        position = json.loads(json.dumps(first.position()))
-        for again in (stop + 3, 40):  # resumed, and resumed again
-            resumed = open_stream(files, workers=3, **options)
-            resumed.load_position(position)
-            for step in range(stop + 1, again + 1):
-                assert np.array_equal(resumed.read(step, range(8)).tokens, expected[step]), (stop, again, step)
-            position, stop = resumed.position(), again
 
 
 def test_a_position_is_restored_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -177,25 +136,6 @@ def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
     memory.rm("/remote/2.jsonl")
     with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: no longer exists"):
         open_stream([files], seq_len=64).read(1, range(8))
-
-
-def test_the_fingerprint_is_of_files_tokenizer_and_fields(tmp_path: Path) -> None:
-    write(tmp_path, [1, 2])
-
-    def fingerprint(pattern: str, tokenizer: Any = BYTES, **fields: str) -> str:
-        section = Data(source="stream", path=f"{tmp_path}/{pattern}", **fields)
-        sources = open_sources(section, tokenizer, seq_len=16, global_batch_size=4, seed=0, validate=False)
-        return sources.training.fingerprint
-
-    first = fingerprint("part*")
-    assert fingerprint("*.jsonl") == first  # the same files
-    others = (
-        fingerprint("part00.jsonl"),
-        fingerprint("part*", build_tokenizer(Tokenizer(special="bos", bos="<|endoftext|>"))),
-        fingerprint("part*", text_field="other"),
-        fingerprint("part*", prompt_field="other"),
-    )
-    assert len({first, *others}) == 5
 
 
 def test_a_blocked_read_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,9 @@ from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.listing import list_files
 from titanlike.data.documents.readers import Fields, read_documents
 from titanlike.data.tokens import token_files
-from titanlike.data.tokens.datasets import check_shards, open_validation
+from titanlike.data.tokens.datasets import open_validation
 from titanlike.data.tokens.token_files import open_shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.losses import IGNORE
 from titanlike.recipe import PretrainRecipe
 from titanlike.run.checks.machine import _data_files, evaluation_files
 from titanlike.tools.data.inspection import inspect_shards, shards_as_json, verify_shards
@@ -119,21 +118,6 @@ def test_documents_are_those_of_the_index_or_end_at_separators(
     assert whole <= pieces
 
 
-def test_a_document_is_masked_at_separators(written: tuple[str, list[int]]) -> None:
-    path, tokens = written
-    separator = tokenizer_of(tokens).separator
-    loader = batches(PackedDataset(open_shards(path), 16), document_separator=separator)
-    seen = 0
-    for batch in loader.microbatches(1):
-        ids, labels, inputs = batch.inputs["document_ids"], batch.labels, batch.inputs["tokens"]
-        for row, column in itertools.product(range(len(inputs)), range(1, 16)):
-            starts = inputs[row, column - 1 if separator.closes else column] == EOS
-            assert (ids[row, column] != ids[row, column - 1]) == starts
-            assert (labels[row, column - 1] == IGNORE) == starts
-            seen += bool(starts)
-    assert seen
-
-
 def options(**changes: Any) -> dict[str, Any]:
     return dict(seq_len=16, global_batch_size=8, seed=0, validate=True) | changes
 
@@ -158,18 +142,6 @@ def test_the_files_of_a_folder_are_its_splits(tmp_path: Path) -> None:
     assert open_validation(section, BYTES).num_tokens == 60
     section = Data(source="shards", path="a", validation_path=str(tmp_path / "owt"))
     assert open_validation(section, BYTES).num_tokens == 60
-
-
-def test_files_of_a_mixture_are_read_by_their_weights(tmp_path: Path) -> None:
-    paths = [WRITERS[name](tmp_path / name)[0] for name in ("megatron int32", "nanogpt")]
-    paths.append(str(write_nanogpt(tmp_path / "x.bin", [7] * 9 + [EOS])))
-    with pytest.raises(UserError, match=r"x\.bin has 10 tokens, too few for sequences of training\.seq_len = 16"):
-        open_sources(Data(source="shards", mixture=tuple(paths)), BYTES, **options(validate=False))
-    write_nanogpt(tmp_path / "x.bin", [*[7] * 99, EOS])
-    section = Data(source="shards", mixture=tuple(paths), weights=(3.0, 0.5, 0.5))
-    training = open_sources(section, BYTES, **options(validate=False, global_batch_size=1024)).training
-    batch = training.read(1, range(1024))
-    assert ((batch.tokens == 7).sum(1) > 8).mean() == pytest.approx(0.125, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", ["megatron int32", "llm.c", "nanogpt"])
@@ -207,22 +179,17 @@ MEGATRON_DAMAGE = [
     (".bin", lambda c: c[:-4], r"\.bin is truncated: it has 596 bytes, but its index \S+\.idx says 150 tokens, which take 600"),
     (".bin", lambda c: c + b"1234", r"\.bin is too long: it has 604 bytes, but its index"),
     (".idx", lambda c: c[:20], r"\.idx is not an index of Megatron-LM: it begins with b'MMIDIDX\\x00\\x00'"),
-    (".idx", lambda c: b"X" + c[1:], r"\.idx is not an index of Megatron-LM: it begins with b'XMIDIDX"),
     (".idx", lambda c: c[:-8], r"\.idx is truncated: it has 250 bytes, but its header says 12 sequences and 10 document"),
     (".idx", lambda c: c + bytes(12), r"\.idx is the index of a multimodal dataset, which is not read"),
     (".idx", lambda c: c[:9] + b"\2" + c[10:], r"\.idx: its version is 2 and its code of the type 4; read are version 1 and"),
-    (".idx", lambda c: c[:17] + b"\7" + c[18:], r"\.idx: its version is 1 and its code of the type 7"),
     (".idx", entry("pointers", 5, 4), r"\.idx: sequence 5 has \d+ tokens from byte 4 on, but the one before it ends at"),
-    (".idx", entry("pointers", 11, 10**9), r"\.idx: sequence 11 has 13 tokens from byte 1000000000 on"),
     (".idx", entry("lengths", 3, -1), r"\.idx: sequence 3 has -1 tokens"),
-    (".idx", entry("lengths", 3, 99), r"\.idx: sequence 4 has"),
     (".idx", entry("documents", 4, 99), r"\.idx: document boundary 4 is sequence 99, which is not between the one"),
-    (".idx", entry("documents", 0, 1), r"\.idx: document boundary 0 is sequence 1"),
     (".idx", entry("documents", 9, 11), r"\.idx: its last document does not end with its last sequence"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [1, 2, 2**13])
+@pytest.mark.parametrize("block", [1, 2**13])
 @pytest.mark.parametrize(("suffix", "change", "message"), MEGATRON_DAMAGE)
 def test_a_damaged_file_of_megatron_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, suffix: str, change: Any, message: str
@@ -238,9 +205,7 @@ def test_a_damaged_file_of_megatron_is_named(
 def test_a_missing_half_of_megatrons_files_is_named(tmp_path: Path) -> None:
     prefix = megatron(tmp_path)
     Path(f"{prefix}.idx").rename(tmp_path / "idx")
-    with pytest.raises(
-        UserError, match=r"\.bin: every second of its first 300 tokens is 0 .* copy the index of Megatron-LM"
-    ):
+    with pytest.raises(UserError, match=r"\.bin: every second of its first 300 tokens is 0"):
         open_shards(prefix)
     (tmp_path / "idx").rename(f"{prefix}.idx")
     Path(f"{prefix}.bin").unlink()
@@ -253,13 +218,9 @@ def test_a_missing_half_of_megatrons_files_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda c: c[:-2], r"a\.bin is truncated: it has 1322 bytes, but its header says 150 tokens, which take 1324; copy"),
-        (lambda c: c + b"12", r"a\.bin is too long: it has 1326 bytes"),
         (lambda c: c[:500], r"a\.bin is truncated: it has 500 bytes, and llm\.c's header alone has 1024"),
-        (lambda c: c[:6], r"a\.bin is truncated: it has 6 bytes"),
         (lambda c: b"", r"a\.bin is empty"),
-        (lambda c: np.array([20240522, 1], "<i4").tobytes() + c[8:], r"its header are 20240522 and 1, but llm"),
         (lambda c: np.array([123, 1], "<i4").tobytes() + c[8:], r"its header are 123 and 1, but llm\.c's tokens have"),
-        (lambda c: np.array([20240520, 9], "<i4").tobytes() + c[8:], r"its header are 20240520 and 9, but"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_of_llm_c_is_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -272,22 +233,18 @@ def test_a_damaged_file_of_llm_c_is_named(tmp_path: Path, change: Any, message: 
 def test_a_damaged_file_of_nanogpt_is_named(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "train.bin", TOKENS)
     damaged(path, lambda c: c[:-1])
-    with pytest.raises(
-        UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\) takes 2"
-    ):
+    with pytest.raises(UserError, match=r"train\.bin is truncated: it has 299 bytes, but each token \(uint16\)"):
         open_shards(str(path))
 
 
-@pytest.mark.parametrize("kind", ["megatron int32", "llm.c", "llm.c llama", "nanogpt"])
+@pytest.mark.parametrize("kind", ["megatron int32", "llm.c"])
 def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path, kind: str) -> None:
     path, _ = WRITERS[kind](tmp_path / "data")
     [data] = (tmp_path / "data").glob("*.bin")
-    width = 4 if kind in ("megatron int32", "llm.c llama") else 2
+    width = 4 if kind == "megatron int32" else 2
     at = data.stat().st_size - 30 * width
     damaged(data, lambda c: c[:at] + (999).to_bytes(width, "little") + c[at + width :])
-    with pytest.raises(
-        UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257; copy it again, or set"
-    ):
+    with pytest.raises(UserError, match=rf"{data.name} is damaged: token 120 is 999, but the tokenizer has 257"):
         _ = open_shards(path, tokenizer=BYTES).fingerprint
     if kind == "megatron int32":
         damaged(data, lambda c: c[:at] + b"\xff" * 4 + c[at + 4 :])
@@ -303,31 +260,19 @@ def test_separators_of_another_tokenizer_are_refused(tmp_path: Path, capfd: pyte
     bos = Section(special="bos", bos="<|endoftext|>")
     closed = write_megatron(tmp_path / "closed", [[document] for document in CLOSED])
     opened(closed, Section())
-    with pytest.raises(
-        UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos', and tokenizer\.eos"
-    ):
+    with pytest.raises(UserError, match=r"documents end with token 256, which .* set tokenizer\.special = 'eos'"):
         opened(closed, bos)
     llm_c = write_llm_c(tmp_path / "llm.bin", OPENED_TOKENS)
     opened(llm_c, bos)
-    with pytest.raises(
-        UserError, match=r"llm\.bin: documents begin with token 256, which .* set tokenizer\.special = 'bos'"
-    ):
+    with pytest.raises(UserError, match=r"llm\.bin: documents begin with token 256, which"):
         opened(llm_c, Section())
-    nanogpt = write_nanogpt(tmp_path / "train.bin", TOKENS)
-    opened(nanogpt, Section())
-    with pytest.raises(UserError, match=r"train\.bin: documents end with token 256, which tokenizer\.special = 'bos'"):
-        check_shards(str(nanogpt), bos, 257, "")
     other = write_megatron(tmp_path / "other", [[[*text, 200]] for text in TEXTS])
-    with pytest.raises(
-        UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256; set"
-    ):
+    with pytest.raises(UserError, match=r"other\.bin: documents end with token 200, but tokenizer\.eos is token 256"):
         opened(other, Section())
     assert "warning" not in capfd.readouterr().err
     none = write_megatron(tmp_path / "none", [[text] for text in TEXTS])
     opened(none, Section())
     assert "none.bin: 0 of the 9 documents looked at end with token 256 (tokenizer.eos)" in capfd.readouterr().err
-    opened(write_megatron(tmp_path / "lines", [[[*text, 10, *text, 10]] for text in TEXTS]), Section())
-    assert "lines.bin: 0 of the 9 documents looked at end with token 256" in capfd.readouterr().err
     opened(write_nanogpt(tmp_path / "b" / "none.bin", list(itertools.chain(*TEXTS))), Section())
     assert "none.bin: 0 of the 141 tokens looked at are token 256 (tokenizer.eos)" in capfd.readouterr().err
 
@@ -342,15 +287,12 @@ def test_tokens_of_characters_are_refused(tmp_path: Path) -> None:
 def test_files_of_one_path_have_tokens_of_one_type(tmp_path: Path) -> None:
     write_llm_c(tmp_path / "a.bin", OPENED_TOKENS)
     write_llm_c(tmp_path / "b.bin", OPENED_TOKENS, 20240801, 7)
-    with pytest.raises(
-        UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin has uint32"
-    ):
+    with pytest.raises(UserError, match=r"its files have tokens of different types: a\.bin has uint16 and b\.bin"):
         open_shards(str(tmp_path))
 
 
-def test_as_text_a_token_file_names_the_source_that_reads_it(written: tuple[str, list[int]]) -> None:
-    path, _ = written
-    for file in sorted(Path(path).parent.glob("*.*")):
+def test_as_text_a_token_file_names_the_source_that_reads_it(tmp_path: Path) -> None:
+    for file in sorted(Path(megatron(tmp_path)).parent.glob("*.*")):
         with pytest.raises(UserError, match=r"is not text: .* of which data\.source = 'shards' reads token files"):
             list(read_documents(list_files(str(file))[0], Fields()))
 

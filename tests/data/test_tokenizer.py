@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.launching import python
+from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.listing import list_files
@@ -44,37 +44,23 @@ def test_rank_file(tmp_path: Path) -> None:
     assert tokenizer.decode([257, 256]) == "abcab"
     assert (tokenizer.vocab_size, tokenizer.eos) == (260, 259)
     for text, message in (
-        ("", "byte 0 has no rank"),
-        ("YQ== 0\n", "byte 0 has no rank"),
-        (path.read_text().replace(" 257\n", " 300\n"), "its ranks are not consecutive from 0"),
+        ("YQ== 0\n", ": not a complete rank file: byte 0 has no rank"),
+        (
+            path.read_text().replace(" 257\n", " 300\n"),
+            ": not a complete rank file: its ranks are not consecutive from 0",
+        ),
+        ("YQ== 0\nwrong\n", ", line 2: not a rank file"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"tokenizer.model: not a complete rank file: {message}"):
-            build(str(path), 320)
-    for line in ("wrong", "Y!g== 1"):
-        path.write_text(f"YQ== 0\n{line}\n")
-        with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
+        with pytest.raises(UserError, match=f"tokenizer.model{message}"):
             build(str(path), 320)
 
 
 def test_mismatched_vocabulary_and_unknown_encoding_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"vocab_size = 200 is smaller than the 257 tokens .* set model.vocab_size = 320"
-    ):
+    with pytest.raises(UserError, match=r"vocab_size = 200 is smaller than the 257 tokens"):
         build("bytes", 200)
     with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
         build("gpt-2", 320)
-
-
-def test_failed_download_prints_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # no server listens
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    with pytest.raises(
-        UserError,
-        match=r"cannot download it .*download https://\S+/vocab.bpe elsewhere, save it as [0-9a-f]{40} in a folder, and set",
-    ):
-        build("gpt2", 50304)
 
 
 @pytest.fixture
@@ -107,9 +93,7 @@ def test_tokenizer_json(trained: Path) -> None:
 def test_special_tokens_of_documents(trained: Path) -> None:
     with pytest.raises(UserError, match=r"does not name its BOS token; set tokenizer\.bos .*: <\|open\|>, </s>"):
         build(str(trained), special="both")
-    with pytest.raises(
-        UserError, match=r"tokenizer\.bos = '<\|opem\|>' is not a special token .*; did you mean '<\|open\|>'\?"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.bos = '<\|opem\|>' is not a special token .*; did you mean"):
         build(str(trained), special="both", bos="<|opem|>")
     named = build(str(trained), special="both", bos="<|open|>")
     assert named.document("cat")[0].tolist() == [0, *named.encode("cat"), 1]
@@ -183,29 +167,15 @@ def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypat
 
 
 def test_same_token_for_bos_and_eos_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same one for both; use 'eos'",
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same"):
         build("bytes", special="both", bos="<|endoftext|>")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", "null", '{"eos_token": 3}', '{"eos_token": {}}', '{"eos_token": [1]}', "[" * 100_000, "\xff"],
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token": 3}', "\xff"])
 def test_a_broken_tokenizer_config_is_refused(trained: Path, text: str) -> None:
     (trained / "tokenizer_config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(
-        UserError, match=r"tokenizer_config.json: not a tokenizer_config.json \(.*\); repair or delete it"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer_config.json: not a tokenizer_config.json \(.*\); repair or delete"):
         build(str(trained))
-
-
-def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"tokenizer.json: the vocabulary is empty"):
-        build(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_pattern_that_backtracks_without_an_end_is_refused(trained: Path) -> None:
@@ -215,9 +185,7 @@ def test_a_pattern_that_backtracks_without_an_end_is_refused(trained: Path) -> N
     tokenizer = build(str(trained / "tokenizer.json"))
     assert len(tokenizer.encode("aa!"))
     for encode in (tokenizer.encode, tokenizer.encode_with_special):
-        with pytest.raises(
-            UserError, match=r"the tokenizers library fails on a text: .*retry-limit.*; repair the file"
-        ):
+        with pytest.raises(UserError, match=r"the tokenizers library fails on a text: .*retry-limit.*; repair"):
             encode("a" * 100 + "!")
 
 
@@ -259,11 +227,6 @@ def test_both_formats_encode_alike(both: list[Tokenizer]) -> None:
     assert one.vocab_size == other.vocab_size == 700
 
 
-def test_trained_tokenizer_compresses(both: list[Tokenizer]) -> None:
-    text = Path(random.__file__).read_text()
-    assert len(text.encode()) / len(both[1].encode(text)) > 2.2
-
-
 def test_file_contents(corpus: Path, both: list[Tokenizer]) -> None:
     about = json.loads((corpus / "made/tokenizer_config.json").read_text())
     assert (about["bos_token"], about["eos_token"]) == (BOS, EOS)
@@ -275,22 +238,6 @@ def test_file_contents(corpus: Path, both: list[Tokenizer]) -> None:
 def test_training_is_deterministic(corpus: Path, both: list[Tokenizer], tmp_path: Path) -> None:
     train([str(corpus / "*.txt")], tmp_path / "again.model", 700)
     assert (tmp_path / "again.model").read_bytes() == (corpus / "made/tokenizer.model").read_bytes()
-
-
-def test_small_text_yields_fewer_tokens(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abab abab")
-    assert train([str(tmp_path / "a.txt")], tmp_path / "t.json", 1000).vocab_size == 258 + 2  # ab, abab
-    assert train([str(tmp_path / "a.txt")], tmp_path / "u.json", 258).vocab_size == 258
-
-
-def test_limit_reads_a_fraction_of_each_file(tmp_path: Path) -> None:
-    for name in "ab":
-        lines = (json.dumps({"t": f"{name * 4} {number}"}) + "\n" for number in range(2000))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    trained = train([str(tmp_path)], tmp_path / "t.model", 300, fields=Fields("t"), limit_bytes=8000)
-    assert 3000 < trained.text_bytes <= 8100
-    tokens = {base64.b64decode(line.split()[0]) for line in (tmp_path / "t.model").read_text().splitlines()}
-    assert {b"aaaa", b"bbbb"} <= tokens
 
 
 def test_limit_counts_the_text_of_compressed_files(tmp_path: Path) -> None:
@@ -306,20 +253,13 @@ def test_limit_counts_the_text_of_compressed_files(tmp_path: Path) -> None:
 
 
 def test_training_errors(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--vocab-size = 257: give at least 258, for 256 bytes and 2 special tokens"):
-        train([str(corpus)], tmp_path / "t.json", 257)
     (tmp_path / "t.json").write_text("mine")
     with pytest.raises(UserError, match=r"t\.json exists; remove it, or give another --out"):
         train([str(corpus)], tmp_path / "t.json", 300)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/tokenizer_config.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer; give"
-    ):
+    with pytest.raises(UserError, match=r"hf/tokenizer_config\.json exists, with the settings of another tokenizer"):
         train([str(corpus)], tmp_path / "hf/mine.json", 300)
-    (tmp_path / "e.txt").write_text("")
-    with pytest.raises(UserError, match=r"e\.txt: no text to train on"):
-        train([str(tmp_path / "e.txt")], tmp_path / "u.json", 300)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not JSON"):
         train([str(tmp_path / "bad.jsonl")], tmp_path / "u.json", 300)
@@ -327,24 +267,16 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
     assert train([str(tmp_path / "bad.jsonl")], tmp_path / "u.json", 300, skip=True).skipped == 1
 
 
-def test_command_prints_the_next_command(corpus: Path, tmp_path: Path) -> None:
+def test_command_prints_the_next_command(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     (tmp_path / "short.txt").write_text((corpus / "json.txt").read_text()[:2000])
-    arguments = [
-        "short.txt",
-        "--out",
-        "my.model",
-        "--vocab-size",
-        "5000",
-        "--text-field",
-        "content",
-        "--bad-records",
-        "skip",
-    ]
-    done = python(tmp_path, "-m", "titanlike.tools.cli.main", "data", "train-tokenizer", *arguments)
+    monkeypatch.chdir(tmp_path)
+    fields = "--text-field content --bad-records skip"
+    printed = cli("data", "train-tokenizer", *f"short.txt --out my.model --vocab-size 5000 {fields}".split()).out
     assert re.match(
         r"my\.model: \d{3} tokens, trained on \d\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text per token\n"
         r"  fewer than 5,000: no other pair occurs twice; more text yields more tokens\n",
-        done.stdout,
+        printed,
     )
-    following = f"titanlike data prepare {arguments[0]} --out tokens --tokenizer my.model"
-    assert f"{following} --text-field content --bad-records skip\n" in done.stdout
+    assert f"titanlike data prepare short.txt --out tokens --tokenizer my.model {fields}\n" in printed

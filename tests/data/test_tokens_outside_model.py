@@ -70,13 +70,9 @@ def test_only_a_text_with_one_is_refused(folder: Path) -> None:
 
 
 def test_ordinary_tokens_and_the_separators_are_needed(folder: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^model.vocab_size = 3 is smaller than the 5 tokens .*; set model.vocab_size = 64$"
-    ):
+    with pytest.raises(UserError, match=r"^model.vocab_size = 3 is smaller than the 5 tokens .*; set model.vocab_size"):
         build(folder, 3)
-    with pytest.raises(
-        UserError, match=r"^model.vocab_size = 3 is smaller .*; use the tokenizer of model/, whose weights"
-    ):
+    with pytest.raises(UserError, match=r"^model.vocab_size = 3 is smaller .*; use the tokenizer of model/"):
         build(folder, 3, weights="model/")
     for keys in (dict(eos="<image>"), dict(special="bos", bos="<image>"), dict(special="both", bos="<image>")):
         with pytest.raises(UserError, match=r"^model.vocab_size = 6 is smaller than the 7 tokens"):

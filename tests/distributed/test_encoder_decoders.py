@@ -6,25 +6,26 @@ from typing import Any
 
 import pytest
 
-from tests.parity import COMPILED, FULL, MUON, SELECTIVE, Parity, parallelism_of, tiers
+from tests.parity import COMPILED, DEFAULT, EVERY, FULL, MUON, SELECTIVE, SLOW, Parity, Tier, parallelism_of, rows_of
 from tests.training import T5, tiny
 
-# The layout, the number of sequences in a micro-batch, and other sections of a recipe.
-LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    "FSDP": (dict(shard=2), 2, {}),
-    "DDP": (dict(replicate=2, shard=1), 2, {}),
-    "HSDP": (dict(replicate=2, shard=2), 1, {}),
-    "TP": (dict(tensor=2), 4, {}),
-    "TP of 4": (dict(tensor=4), 4, {}),
-    "TP x FSDP": (dict(tensor=2, shard=2), 2, {}),
-    "TP x FSDP, full checkpointing": (dict(tensor=2, shard=2), 2, FULL),
-    "TP x FSDP, compiled, selective": (dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
-    "FSDP, compiled": (dict(shard=2), 2, COMPILED),
-    "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
+# The tier, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
+LAYOUTS: dict[str, tuple[Tier, dict[str, Any], int, dict[str, Any]]] = {
+    "FSDP": (DEFAULT, dict(shard=2), 2, {}),
+    "DDP": (EVERY, dict(replicate=2, shard=1), 2, {}),
+    "HSDP": (SLOW, dict(replicate=2, shard=2), 1, {}),
+    "TP": (DEFAULT, dict(tensor=2), 4, {}),
+    "TP of 4": (EVERY, dict(tensor=4), 4, {}),
+    "TP x FSDP": (EVERY, dict(tensor=2, shard=2), 2, {}),
+    "TP x FSDP, full checkpointing": (SLOW, dict(tensor=2, shard=2), 2, FULL),
+    "TP x FSDP, compiled, selective": (EVERY, dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "FSDP, compiled": (EVERY, dict(shard=2), 2, COMPILED),
+    "TP x FSDP, Muon": (EVERY, dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
+    # With pairs of texts.
+    "FSDP, pairs": (EVERY, dict(shard=2), 2, {}),
+    "TP, pairs": (DEFAULT, dict(tensor=2), 4, {}),
+    "TP x FSDP, compiled, selective, pairs": (SLOW, dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
 }
-CASES = [*LAYOUTS, *(f"{name}, pairs" for name in ("FSDP", "TP", "TP x FSDP, compiled, selective"))]
-QUICK = ("FSDP", "TP", "TP, pairs")
-SLOW = ("TP x FSDP, full checkpointing", "TP x FSDP, compiled, selective, pairs", "HSDP")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(source="text", prompt_field="source", text_field="target", **paths)
 
 
-@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_layout_matches_one_process(parity: Parity, pairs: dict[str, Any], tmp_path: Path, case: str) -> None:
-    layout, size, sections = LAYOUTS[case.removesuffix(", pairs")]
+@pytest.mark.parametrize(("layout", "size", "sections"), rows_of(LAYOUTS))
+def test_layout_matches_one_process(
+    parity: Parity, pairs: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest,
+    layout: dict[str, Any], size: int, sections: dict[str, Any],
+) -> None:  # fmt: skip
+    case = request.node.callspec.id
     if case.endswith("pairs"):
         sections = sections | {"data": pairs}
     training = dict(steps=2, local_batch_size=size)

@@ -1,7 +1,6 @@
 """Properties that do not depend on the layout: initial weights, data order, samples, checkpoints."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor
 
 from recipes import pretrain
-from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
-from tests.layouts import LAYOUTS, recipe_for, training_batches
-from tests.parity import FLOAT8
+from tests.layouts import LAYOUTS, recipe_for, stream_of, training_batches
 from tests.pool import Ranks
-from tests.training import MODELS, build, full_tensor, model_of, result, tiny, train, train_on_rank
+from tests.training import MODELS, build, full_tensor, model_of, tiny, train_on_rank
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
@@ -39,11 +36,15 @@ def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout:
     assert names == baseline.keys()
 
 
-@pytest.mark.parametrize("layout", ["HSDP", "CP-FSDP", pytest.param("PPzbv-TP", marks=pytest.mark.slow)])
-def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "source"),
+    [("HSDP", "stream"), ("CP-FSDP", "synthetic"), pytest.param("PPzbv-TP", "synthetic", marks=pytest.mark.slow)],
+)
+def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: str, source: str) -> None:
     options: dict[str, Any] = dict(
-        training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
-    )
+        training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1,
+        data=stream_of(tmp_path) if source == "stream" else dict(source=source),
+    )  # fmt: skip
     baseline = ranks(1).run(training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
     found = ranks(4).run(training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
     for step, batch in enumerate(baseline):
@@ -71,47 +72,6 @@ def test_generated_text_matches_one_process(ranks: Ranks, tmp_path: Path, model:
     baseline = ranks(1).run(_sample, recipe_for(tmp_path, "one", model, None))[0]
     for layout in ("HSDP", "CP-FSDP", "PPzbv-TP"):
         assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [baseline] * 4, layout
-
-
-@pytest.mark.parametrize(
-    "model", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.every)]
-)
-def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=1))
-    recipes = {layout: recipe_for(tmp_path, layout, model, layout, **options) for layout in LAYOUTS}
-    recipes["one"] = recipe_for(tmp_path, "one", model, None, **options)
-    pools = {layout: ranks(1 if layout == "one" else 4) for layout in recipes}
-    order = list(recipes)
-    for index, (saver, recipe) in enumerate(recipes.items()):
-        saved = train(pools[saver], recipe).state
-        assert {name for name in saved["optimizer"]} == {
-            f"{name}.{kind}" for name in saved["model"] for kind in ("exp_avg", "exp_avg_sq", "step")
-        }
-        # Another layout and one process load each checkpoint.
-        for loader in {"one", order[(index + 1) % len(order)]} - {saver}:
-            moved = reshard(pools[loader], recipe, recipes[loader], tmp_path / f"{saver} to {loader}")
-            assert_equal_state(moved, saved)
-
-
-@pytest.mark.parametrize(
-    ("layout", "float8"),
-    [
-        pytest.param("PP-FSDP", {}, id="PP-FSDP"),
-        pytest.param("PPzbv-TP", {}, id="PPzbv-TP", marks=pytest.mark.slow),
-        pytest.param("CP-FSDP", {}, id="CP-FSDP", marks=pytest.mark.every),
-        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.every),
-    ],
-)
-def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]) -> None:
-    """Resumes a run with dropout from an asynchronously written checkpoint."""
-    recipe = recipe_for(
-        tmp_path, "run", "gpt", layout, training=dict(steps=4), checkpoint=dict(interval=2), dropout=0.1, float8=float8
-    )
-    expected = train(ranks(4), recipe)
-    drop_last(tmp_path / "run")
-    assert_identical(train(ranks(4), recipe), expected)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert result(recipe).losses == expected.losses
 
 
 def _tied_weights(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:

@@ -1,8 +1,9 @@
-"""What a run records of its model: the balance of experts and the terms of the loss, against plain loops and under every kind of
-layout."""
+"""What a run records of its model under every layout: the balance of experts, terms of the loss, statistics of parameters, and the
+accuracy of masked tokens."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.launching import records
-from tests.parity import COMPILED, FULL, MOE_MODELS, SELECTIVE, tiers
+from tests.parity import COMPILED, DEFAULT, DOCUMENTS, EVERY, FULL, MOE_MODELS, SELECTIVE, SLOW, Tier, rows_of
 from tests.pool import Pool, Ranks
-from tests.training import LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, world_size
+from tests.training import BERT, LLAMA, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, build, tiny, train, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.losses import IGNORE
-from titanlike.losses.terms import LossTerms
-from titanlike.metrics import model_statistics as statistics
+from titanlike.losses.accuracy import LossAndAccuracy, num_correct
+from titanlike.losses.chunked import Logits
 from titanlike.metrics.model_statistics import model_statistics
 from titanlike.models.common.experts import routers
 
@@ -29,25 +30,18 @@ MODELS: dict[str, Any] = MOE_MODELS | {
     "not balanced": dataclasses.replace(MIXTRAL, balance_loss=0.0, num_experts=8),
 }
 
-# Model, layout, sections.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "HSDP": ("not balanced", dict(replicate=2, shard=2), {}),
-    "TP x FSDP": ("shared experts", dict(tensor=2, shard=2), {}),
-    "CP x TP": ("qwen3_moe", dict(context=2, tensor=2), FULL),
-    "PP zbv x TP": ("not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
-    "PP 1f1b": ("qwen3_moe", dict(pipeline=2), {}),
-    "PP zbv, a stage without experts": ("deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
-    "EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), {}),
-    "EP x FSDP, full checkpointing": ("not balanced", dict(shard=4, expert=2), FULL),
-    "MTP, CP x TP, documents": ("multi-token", dict(context=2, tensor=2), dict(data=dict(document_masks=True))),
-    "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), COMPILED | SELECTIVE),
-    "FSDP, compiled": ("not balanced", dict(shard=2), COMPILED),
-    "dense, CP x TP": ("llama", dict(context=2, tensor=2), {}),
+# The tier, the model, the layout and other sections.
+CASES: dict[str, tuple[Tier, str, dict[str, Any], dict[str, Any]]] = {
+    "HSDP": (SLOW, "not balanced", dict(replicate=2, shard=2), {}),
+    "TP x FSDP": (DEFAULT, "shared experts", dict(tensor=2, shard=2), {}),
+    "PP zbv x TP": (DEFAULT, "not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
+    "PP 1f1b": (SLOW, "qwen3_moe", dict(pipeline=2), {}),
+    "PP zbv, a stage without experts": (EVERY, "deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
+    "EP x TP": (SLOW, "multi-token", dict(shard=2, tensor=2, expert=2), {}),
+    "MTP, CP x TP, documents": (DEFAULT, "multi-token", dict(context=2, tensor=2), DOCUMENTS),
+    "MTP, TP x FSDP, compiled, selective": (EVERY, "multi-token", dict(tensor=2, shard=2), COMPILED | SELECTIVE),
+    "dense, CP x TP": (EVERY, "llama", dict(context=2, tensor=2), {}),
 }
-
-# Those of the default and of the slow tests; the others run with `-m every`.
-QUICK = ("TP x FSDP", "PP zbv x TP", "MTP, CP x TP, documents")
-SLOW = ("HSDP", "EP x TP", "PP 1f1b")
 
 
 def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
@@ -57,9 +51,10 @@ def terms_of(pool: Pool, recipe: Any) -> list[dict[str, float]]:
     return [{name: record[name] for name in TERMS if name in record} for record in found]
 
 
-@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_every_layout_records_what_one_process_records(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    model, layout, sections = CASES[case]
+@pytest.mark.parametrize(("model", "layout", "sections"), rows_of(CASES))
+def test_every_layout_records_what_one_process_records(
+    ranks: Ranks, tmp_path: Path, model: str, layout: dict[str, Any], sections: dict[str, Any]
+) -> None:
     sizes = dict(steps=2, z_loss=Z_LOSS, loss_chunk=20)
     data = {name: value for name, value in sections.items() if name == "data"}
     one = tiny(tmp_path, "one", model=MODELS[model], training=sizes | dict(local_batch_size=8), **data)
@@ -166,15 +161,6 @@ def test_statistics_equal_plain_loops(ranks: Ranks, tmp_path: Path, checkpointed
     assert 1 < found["experts/max_load"] <= 8 and 0 < found["experts/entropy"] < 1
 
 
-@pytest.mark.usefixtures("alone")
-def test_terms_are_summed_over_all_ranks_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a stage without the loss, which has no sums."""
-    calls: list[Any] = []
-    monkeypatch.setattr(statistics, "all_reduce_sum", lambda sums, groups: calls.append((sums.dtype, groups)) or sums)
-    statistics.ModelStatistics(torch.nn.Identity(), torch.device("cpu"), LossTerms(["z_loss"]), 0).measure()
-    assert calls == [(torch.float64, [dist.group.WORLD])]
-
-
 def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_path: Path) -> None:
     """A record each two steps has the same values as one each step."""
     training = dict(steps=4, local_batch_size=8)
@@ -183,3 +169,83 @@ def test_records_are_of_their_step_and_not_of_those_between(ranks: Ranks, tmp_pa
         for n in (1, 2)
     )
     assert second == [each[0], each[1], each[3]]
+
+
+INTERVAL = 2
+
+
+def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
+    return {
+        (record["step"], name): value
+        for record in records(folder)
+        for name, value in record.items()
+        if name.startswith("layers/")
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(shard=1, tensor=2),
+        pytest.param(dict(pipeline=2, shard=2), marks=pytest.mark.slow),
+    ],
+)
+def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layout: dict[str, int]) -> None:
+    metrics = dict(layer_interval=INTERVAL)
+    expected = tiny(tmp_path, "one", metrics=metrics)
+    train(ranks(1), expected)
+    sharded = tiny(tmp_path, "sharded", metrics=metrics, parallelism=layout)
+    train(ranks(world_size(sharded)), sharded)
+    one, other = statistics_of(tmp_path / "one"), statistics_of(tmp_path / "sharded")
+    assert {step for step, _ in one} == {2, 4}
+    assert len(one) == 2 * 3 * (3 * 9 + 3)  # steps, statistics, parameters of the blocks and around them
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert other[key] == pytest.approx(value, rel=2e-3, abs=1e-7), key
+    ratios = [value for (_, name), value in one.items() if "update_ratio" in name]
+    assert all(0 < ratio < 1 for ratio in ratios)
+    last = [record for record in records(tmp_path / "sharded") if "loss" in record][-1]
+    assert last["max_memory_gib"] >= 0.999 * last["memory_gib"] > 0  # gathered in float32, and rounded
+    assert 0 <= last["slowest_rank"] < world_size(sharded)
+    assert last["slowest_rank_ratio"] >= 1
+
+
+def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str, float]:
+    """Returns what validations after training on few tokens have recorded."""
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    training = dict(steps=4, local_batch_size=2, loss_chunk=7)
+    optimizer = dict(lr=3e-2)
+    recipe = tiny(folder, name, model=BERT, parallelism=parallelism, training=training, optimizer=optimizer,
+                  validation=dict(interval=4, batches=6))  # fmt: skip
+    ranks(world_size(recipe)).run(train_on_rank, recipe)
+    [found] = [record for record in records(folder / name) if "validation_accuracy" in record]
+    return {key: found[key] for key in ("validation_loss", "validation_accuracy")}
+
+
+def count_on_rank(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, list[float]]:
+    """Returns what this rank finds with its shard of the vocabulary: the number of correct labels, and the values of a head."""
+    group = dist.group.WORLD
+    shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    head = LossAndAccuracy(chunk=5, vocab_group=group)
+    return int(num_correct(shard, labels, group)), head(Logits(shard[None]), labels[None]).tolist()
+
+
+def test_ranks_that_share_a_vocabulary_find_the_largest_logit(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 12), torch.randint(0, 12, (40,))
+    labels[:20] = logits[:20].argmax(-1)
+    correct = int((logits.argmax(-1) == labels).sum())
+    loss = float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    for found, (of_head, number) in ranks(2).run(count_on_rank, logits, labels):
+        assert found == number == correct >= 20
+        assert of_head == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [dict(context=2), dict(pipeline=2, tensor=2)], ids=str)
+def test_the_accuracy_is_that_of_one_process(ranks: Ranks, tmp_path: Path, layout: dict[str, int]) -> None:
+    expected = validated(ranks, tmp_path, "one")
+    found = validated(ranks, tmp_path, "run", **layout)
+    assert 0.0 < expected["validation_accuracy"] < 1.0
+    assert found["validation_accuracy"] == pytest.approx(expected["validation_accuracy"], abs=1e-9)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)

@@ -2,7 +2,6 @@
 data without one."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from titanlike.recipe import PretrainRecipe
 
 TEACHER = dict(teacher=dataclasses.replace(LLAMA, num_layers=1), distillation=Distillation(teacher="random"))
 CASES: dict[str, dict[str, Any]] = {
-    "one process": dict(parallelism=dict(shard=1)),
     "FSDP": dict(parallelism=dict(shard=2)),
     "a pipeline": dict(parallelism=dict(pipeline=2, shard=1)),
     "masked tokens": dict(model=BERT, parallelism=dict(shard=1)),
@@ -70,22 +68,10 @@ def test_the_error_of_a_step_and_of_a_validation_without_labels(ranks: Ranks, tm
         assert error.endswith("increase validation.batches, or give other data")
 
 
-@pytest.mark.parametrize("name", ["one process", "a pipeline"])
+@pytest.mark.parametrize("name", ["FSDP", "a pipeline"])
 def test_a_step_without_labels_can_be_skipped(ranks: Ranks, tmp_path: Path, name: str) -> None:
     training = dict(steps=3, local_batch_size=4, non_finite="skip")
     recipe = tiny(tmp_path, "run", **CASES[name], training=training)
     assert ranks(world_size(recipe)).run(_error, recipe, "microbatches", 2) == [""] * world_size(recipe)
     steps = [record for record in records(tmp_path / "run") if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
-
-
-def test_a_global_batch_within_a_prompt(ranks: Ranks, tmp_path: Path) -> None:
-    file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "?" * 400, "text": "an answer"}) + "\n" for _ in range(50)))
-    data = dict(source="text", path=str(file), prompt_field="prompt", cache=str(tmp_path / "cache"), holdout_every=0)
-    recipe = tiny(
-        tmp_path, "run", data=data, validation=dict(interval=0),
-        training=dict(steps=20, seq_len=16, global_batch_size=1),
-    )  # fmt: skip
-    [error] = ranks(1).run(_error, recipe, "microbatches", 0)
-    assert "the global batch has no label" in error

@@ -1,4 +1,4 @@
-"""A loss of a user's own under every kind of layout, against a plain PyTorch loop."""
+"""Training against a plain PyTorch loop: with the loss of the library, and with one of a user's own under some layouts."""
 
 import dataclasses
 from functools import partial
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import pretrain
-from tests.parity import COMPILED, tiers
+from tests.parity import COMPILED, DEFAULT, EVERY, SLOW, Tier, rows_of
 from tests.plain_loop import plain_loop
 from tests.pool import Ranks
-from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
+from tests.training import GEMMA2, GPT_, LLAMA, MODELS, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.losses import IGNORE
@@ -54,29 +54,30 @@ def recipe_of(folder: Path, name: str, layout: dict[str, Any], **sections: Any) 
 
 
 FOUR, FOUR_TIED = (dataclasses.replace(model, num_layers=4) for model in (LLAMA, GPT_))
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one process": ({}, {}),
-    "TP": (dict(tensor=2), {}),
-    "PP 1f1b, tied head": (dict(pipeline=2), dict(model=FOUR_TIED)),
-    "FSDP": (dict(shard=2), {}),
-    "CP x TP, soft cap": (dict(context=2, tensor=2), dict(model=GEMMA2)),
-    "TP x FSDP, tied head, compiled": (dict(tensor=2, shard=2), dict(model=GPT_) | COMPILED),
-    "FSDP, 4 micro-batches": (dict(shard=2), dict(training=dict(local_batch_size=1))),
-    "PP gpipe x FSDP": (dict(pipeline=2, pipeline_schedule="gpipe", shard=2), dict(model=FOUR)),
-    "PP interleaved": (dict(pipeline=2, pipeline_schedule="interleaved_1f1b"), dict(model=FOUR)),
-    "PP zero bubble": (dict(pipeline=2, pipeline_schedule="zero_bubble"), dict(model=FOUR)),
-    "PP zbv x TP, tied head": (dict(pipeline=2, pipeline_schedule="zbv", tensor=2), dict(model=FOUR_TIED)),
-    "PP dualpipev": (
-        dict(pipeline=2, pipeline_schedule="dualpipev"), dict(model=FOUR, training=dict(local_batch_size=1)),
-    ),
-}  # fmt: skip
-QUICK = ("one process", "TP", "PP 1f1b, tied head")
-SLOW = ("CP x TP, soft cap", "PP zbv x TP, tied head")
+# The tier, the layout and other sections.
+CASES: dict[str, tuple[Tier, dict[str, Any], dict[str, Any]]] = {
+    "TP": (DEFAULT, dict(tensor=2), {}),
+    "PP 1f1b, tied head": (DEFAULT, dict(pipeline=2), dict(model=FOUR_TIED)),
+    "FSDP, 4 micro-batches": (EVERY, dict(shard=2), dict(training=dict(local_batch_size=1))),
+    "CP x TP, soft cap": (SLOW, dict(context=2, tensor=2), dict(model=GEMMA2)),
+    "TP x FSDP, tied head, compiled": (EVERY, dict(tensor=2, shard=2), dict(model=GPT_) | COMPILED),
+    "PP zbv x TP": (SLOW, dict(pipeline=2, pipeline_schedule="zbv", tensor=2), dict(model=FOUR)),
+}
 
 
-@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
-def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    layout, sections = CASES[case]
+@pytest.mark.parametrize(("model", "processes"), [("gpt", 1), ("llama", 2)])
+def test_recipe_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, model: str, processes: int) -> None:
+    recipe = tiny(tmp_path, "run", model=MODELS[model], training=dict(steps=8, local_batch_size=2))
+    losses, norms = plain_loop(recipe)
+    found = train(ranks(processes), recipe)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "sections"), rows_of(CASES))
+def test_label_smoothing_matches_a_plain_loop(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, Any], sections: dict[str, Any]
+) -> None:
     recipe = recipe_of(tmp_path, "run", layout, **sections)
     losses, norms = plain_loop(recipe, label_smoothing=SMOOTHING)
     found = trained(ranks, recipe)
@@ -84,11 +85,16 @@ def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case
     assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
 
 
-def test_validation_reports_the_cross_entropy(ranks: Ranks, tmp_path: Path) -> None:
-    own, without = (recipe_of(tmp_path, name, {}, optimizer=dict(lr=1e-12)) for name in ("own", "without"))
-    found, plain = trained(ranks, own), train(ranks(1), without)  # which do not move the model
-    assert found.losses != plain.losses
-    assert found.validation == plain.validation
+def test_validation_reports_the_cross_entropy_alone(ranks: Ranks, tmp_path: Path) -> None:
+    still = dict(optimizer=dict(lr=1e-12))  # does not move the model
+    plain = train(ranks(1), recipe_of(tmp_path, "plain", {}, **still))
+    own = trained(ranks, recipe_of(tmp_path, "own", {}, **still))
+    z_loss = train(ranks(1), recipe_of(tmp_path, "z-loss", {}, training=dict(z_loss=0.1), **still))
+    assert own.losses != plain.losses
+    # An untrained model has logits near 0: their log-sum-exp is near log(320) = 5.77.
+    terms = [loss - without for loss, without in zip(z_loss.losses, plain.losses, strict=True)]
+    assert terms == pytest.approx([0.1 * 5.77**2] * 3, rel=0.02)
+    assert own.validation == plain.validation == pytest.approx(z_loss.validation, rel=1e-6)
 
 
 def parallelized(loss: Any = None, *, model: nn.Module | None = None, **training: Any) -> nn.Module:

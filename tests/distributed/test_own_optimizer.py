@@ -90,9 +90,8 @@ def saved_values(folder: Path) -> dict[str, Any]:
     [
         Parallelism(shard=2),
         Parallelism(shard=1, pipeline=2),
-        pytest.param(Parallelism(shard=1, pipeline=2, tensor=2), marks=pytest.mark.slow),
     ],
-    ids=["shard", "pipeline", "pipeline-tensor"],
+    ids=["shard", "pipeline"],
 )
 def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, layout: Parallelism) -> None:
     recipe = tiny(
@@ -151,9 +150,6 @@ VALUES: dict[str, Callable[[Tensor], Any]] = {
     "gram": lambda parameter: torch.full((6, 6), 2.0),
     "sharded": torch.zeros_like,
     "deque": lambda parameter: deque([1]),
-    "tensors": lambda parameter: [torch.ones(1)],
-    "dict": lambda parameter: {"a": 1},
-    "float64": lambda parameter: __import__("numpy").float64(1),
     "complex": lambda parameter: torch.ones(1, dtype=torch.complex64),
     "local": lambda parameter: torch.zeros_like(local_tensor(parameter)),
     "rank": lambda parameter: dist.get_rank() + 0.5,
@@ -183,97 +179,24 @@ def save_and_load(folder: Path, name: str) -> tuple[str, str]:
 
 
 TENSORS = ("gram", "sharded")
+# The errors of a step, and of a save.
+REFUSED = {
+    "deque": (
+        "optimizer state value of 0.weight is a deque, which cannot be saved; use a tensor in the state of a",
+        "",
+    ),
+    "complex": ("optimizer state value of 0.weight has dtype torch.complex64, which cannot be saved", ""),
+    "local": ("is a plain tensor with the shape (2, 4) of this rank's shard, which cannot be resharded", ""),
+    "rank": ("", "the optimizer's values of 0.weight differ across ranks: {'state': {'value': 1.5}} on rank 1, {"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "on_step", "on_save"),
-    [
-        ("infinite", "", ""),
-        ("tuple", "", ""),
-        ("gram", "", ""),
-        ("sharded", "", ""),
-        ("deque", "optimizer state value of 0.weight is a deque, which cannot be saved; use a tensor in the state of a", ""),
-        ("tensors", "optimizer state value of 0.weight is a list, which cannot be saved", ""),
-        ("dict", "optimizer state value of 0.weight is a dict, which cannot be saved", ""),
-        ("float64", "optimizer state value of 0.weight is a float64, which cannot be saved", ""),
-        ("complex", "optimizer state value of 0.weight has dtype torch.complex64, which cannot be saved", ""),
-        ("local", "value of 0.weight is a plain tensor with the shape (2, 4) of this rank's shard, which cannot be resharded", ""),
-        ("rank", "", "the optimizer's values of 0.weight differ across ranks: {'state': {'value': 1.5}} on rank 1, {"),
-    ],
-)  # fmt: skip
-def test_a_value_is_restored_exactly_or_refused(
-    ranks: Ranks, tmp_path: Path, name: str, on_step: str, on_save: str
-) -> None:
-    for step_error, save_error in ranks(2).run(save_and_load, tmp_path, name):
-        assert (on_step in step_error) if on_step else step_error == ""
-        assert (on_save in save_error) if on_save else save_error == ""
-
-
-def options_of_changed_optimizers(folder: Path) -> tuple[list[str], list[dict[str, Any]], str]:
-    """Returns the errors of options that cannot be saved, options after a load, and the error of merged parameter groups."""
-
-    def build(change: Callable[[dict[str, Any]], object], *, merged: bool = False) -> Any:
-        class Changing(torch.optim.Optimizer):
-            @torch.no_grad()
-            def step(self, closure: None = None) -> None:  # type: ignore[override]
-                for group in self.param_groups:
-                    change(group)
-
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
-        parameters = list(model.parameters())
-        groups = [{"params": parameters}] if merged else [{"params": [each]} for each in parameters]
-        optimizer = Changing(groups, {"lr": 0.1, "k": 0, "decay": 0.1, "fixed": object(), "tensor": torch.ones(2)})
-        return model, optimizer
-
-    errors = []
-    for change in (lambda group: group.update(d=object()), lambda group: group["tensor"].add_(1)):
-        model, optimizer = build(change)
-        with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
-            checkpoints.register(model, optimizer)
-            errors.append(user_error(optimizer.step))
-    model, optimizer = build(dict.copy)
-    optimizer.state["global"] = {"step": 1}
-    with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
-        checkpoints.register(model, optimizer)
-        errors.append(user_error(optimizer.step))
-    model, optimizer = build(lambda group: group.update(k=group["k"] + 1, new="x", lr=7.0))
-    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.register(model, optimizer)
-        optimizer.step()
-        optimizer.param_groups[1]["k"] = 5
-        checkpoints.save(model, optimizer, CheckpointMetadata(1))
-        found = checkpoints.find()
-        assert found is not None
-        model, optimizer = build(lambda group: group.update(k=group["k"] + 1, other=1))
-        for group in optimizer.param_groups:
-            group["decay"] = 0.3  # of a recipe that has changed
-        checkpoints.load(model, optimizer, found)
-        after = [
-            {key: value for key, value in group.items() if key not in ("params", "fixed", "tensor")}
-            for group in optimizer.param_groups
-        ]
-        model, optimizer = build(dict.copy, merged=True)
-        checkpoints.find()
-        return errors, after, user_error(checkpoints.load, model, optimizer, found)
-
-
-def test_options_that_the_optimizer_changes_are_restored_and_others_are_those_of_the_recipe(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    (tmp_path / "no").mkdir()
-    ((errors, after, merged),) = ranks(1).run(options_of_changed_optimizers, tmp_path)
-    assert errors == [
-        "the option d, which the optimizer changed, is a object, which cannot be saved; use a tensor in the state of a parameter, "
-        "or a number, bool, string or None, or a list or tuple of them",
-        "the option tensor, which the optimizer changed, is a Tensor, which cannot be saved; use a tensor in the state of a "
-        "parameter, or a number, bool, string or None, or a list or tuple of them",
-        "optimizer.state has step of no parameter; keep it in optimizer.param_groups",
-    ]
-    assert after == [{"lr": 0.1, "k": 1, "decay": 0.3, "new": "x"}, {"lr": 0.1, "k": 5, "decay": 0.3, "new": "x"}]
-    assert merged == (
-        "the checkpoint has several values of options of the group of 0.weight, which the optimizer changed; use the parameter "
-        "groups of the checkpoint"
-    )
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_restored_exactly_or_refused(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    expected = REFUSED.get(name, ("", ""))
+    for found in ranks(2).run(save_and_load, tmp_path, name):
+        assert [bool(error) for error in found] == [bool(error) for error in expected]
+        assert all(part in error for part, error in zip(expected, found, strict=True)), found
 
 
 @pytest.mark.parametrize("records", [["weight"], {"weight": 5}, {"weight": {"state": {"k": {"set": 1, "of": 2}}}}])
@@ -282,17 +205,3 @@ def test_corrupt_values_are_refused(records: Any) -> None:
     values = OptimizerValues(model, torch.optim.SGD(model.parameters()), is_new=True)
     with pytest.raises(CheckpointCorrupt, match="the optimizer's record in the checkpoint is corrupt: "):
         values.load(records)
-
-
-def test_values_of_an_earlier_version_are_loaded() -> None:
-    """It also saved dicts and nested lists."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    options = {"k": 3, "bounds": {"tuple": [1, math.nan]}}
-    record = {"state": {"log": {"dict": [["steps", [1, [2]]]]}}, "options": options}
-    values = OptimizerValues(model, optimizer, is_new=True)
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {"step": 1}  # of the step that created the state
-    values.load({"weight": record, "bias": {"options": options}})
-    assert optimizer.state == {model.weight: {"log": {"steps": [1, [2]]}}}  # the bias never had a gradient
-    assert optimizer.param_groups[0]["k"] == 3 and repr(optimizer.param_groups[0]["bounds"]) == "(1, nan)"

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipes import pretrain
 from tests.training import result, tiny, train_on_rank
@@ -16,7 +14,6 @@ from titanlike.config import UserError
 from titanlike.data.batches import dataloaders
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import Sources, open_sources
-from titanlike.data.batches.stateful_loader import StatefulLoaderSource
 from titanlike.recipe import PretrainRecipe
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -46,17 +43,6 @@ class Counting:
         return "numbers"
 
 
-def loader(seq_len: int, batch_size: int, fingerprint: str = "loader") -> StatefulLoaderSource:
-    rows = torch.arange(40 * (seq_len + 1)).view(40, -1) % 200
-
-    def build_loader(rank: int, num_ranks: int, epoch: int) -> Any:
-        generator = torch.Generator().manual_seed(epoch)
-        size = batch_size // num_ranks
-        return StatefulDataLoader(rows[rank::num_ranks], batch_size=size, shuffle=True, generator=generator)
-
-    return StatefulLoaderSource(build_loader, seq_len=seq_len, global_batch_size=batch_size, fingerprint=fingerprint)
-
-
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PretrainRecipe]:
     """Trains with the sources that a function of the built-in sources, the sequence length and the batch size returns."""
@@ -82,27 +68,6 @@ def test_validation_with_a_source_of_ones_own(train: Callable[..., PretrainRecip
     assert validation.steps == [1, 2] * 3
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_validation_with_a_loader_reads_the_same_batches_each_time(train: Callable[..., PretrainRecipe]) -> None:
-    seen: list[list[int]] = []
-
-    def sources(_: Sources, seq_len: int, batch_size: int) -> Sources:
-        training, validation = loader(seq_len, batch_size), loader(seq_len, batch_size)
-        original = validation.read
-
-        def read(step: int, rows: range) -> SequenceBatch:
-            batch = original(step, rows)
-            seen.append(batch.tokens[:, 0].tolist())
-            return batch
-
-        validation.read = read  # type: ignore[method-assign]
-        return Sources(training, validation)
-
-    recipe = train(sources)
-    assert len(seen) == 6 and seen[0] != seen[1] and seen == seen[:2] * 3
-    assert len(result(recipe).validation) == 3
-
-
 def test_the_source_of_the_training_data_is_compared_at_a_resume(train: Callable[..., PretrainRecipe]) -> None:
     """Not that of the built-in data, which the source replaces."""
     train(lambda built_in, *_: built_in)
@@ -111,48 +76,26 @@ def test_the_source_of_the_training_data_is_compared_at_a_resume(train: Callable
             train(lambda built_in, *_, other=other: Sources(other, built_in.validation))
 
 
+def short_rows() -> Sources:
+    source = Counting(32)
+    source.read = Counting(30).read  # type: ignore[method-assign]
+    return Sources(source, Counting(32))
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        (
-            lambda: Sources(Counting(32)),
-            "validation.interval is set, but open_sources returns no source for validation; ret",
-        ),
+        (lambda: Sources(Counting(32)), "validation.interval is set, but open_sources returns no source for validation"),
         (lambda: Sources(*[Counting(32)] * 2), "open_sources returns one object for training and validation"),
-        (
-            lambda: Sources(Counting(32, None), Counting(32)),
-            "the fingerprint of the data source Counting must be a string",
-        ),
-        (
-            lambda: Sources(object(), Counting(32)),
-            "the data source object lacks describe, fingerprint, load_position, posi",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: Sources(Counting(31), Counting(32)),
-            "the data source Counting has seq_len = 31, but training.seq_len = 32",
-        ),
-        (
-            lambda: Sources(Counting(32, first=300), Counting(32)),
-            r"step 1: the data has the token 340, but model.vocab_size",
-        ),
-        (
-            lambda: Sources(Counting(32, first=-300), Counting(32)),
-            r"step 1: the data has the token -299, but model.vocab_si",
-        ),
+        (lambda: Sources(object(), Counting(32)), "the data source object lacks describe, fingerprint, load_position, "),
+        (lambda: Sources(Counting(31), Counting(32)), "Counting has seq_len = 31, but training.seq_len = 32"),
+        (lambda: Sources(Counting(32, first=300), Counting(32)), "step 1: the data has the token 340, but model.vocab"),
+        (lambda: Sources(Counting(32, first=-300), Counting(32)), "step 1: the data has the token -299, but model.voc"),
+        (short_rows, r"step 1: the data source Counting has tokens of shape \(8, 31\), not \(8, 33\)"),
     ],
-)
+)  # fmt: skip
 def test_sources_that_cannot_be_used(
-    train: Callable[..., PretrainRecipe], tmp_path: Path, sources: Callable[[], Sources], message: str
+    train: Callable[..., PretrainRecipe], sources: Callable[[], Sources], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         train(lambda *_: sources())
-
-
-def test_tokens_of_another_shape_are_refused(train: Callable[..., PretrainRecipe]) -> None:
-    source = Counting(32)
-    source.seq_len, read = 32, Counting(30).read
-    source.read = read  # type: ignore[method-assign]
-    with pytest.raises(
-        UserError, match=r"step 1: the data source Counting has tokens of shape \(8, 31\), not \(8, 33\)"
-    ):
-        train(lambda *_: Sources(source, Counting(32)))

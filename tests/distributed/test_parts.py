@@ -5,24 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from tests.losses import linear_cross_entropy
-from tests.pool import Ranks, user_error
-from tests.training import LLAMA, build, mesh_of, tiny
+from tests.pool import Ranks
+from tests.training import build, mesh_of, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.models.common.document_mask import DocumentMask
 from titanlike.models.common.dropout import Dropout
 from titanlike.models.common.layers import DotProductAttention
-from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelAttention,
     ContextParallelMask,
     context_position_ids,
     gather_sequence,
 )
-from titanlike.parallelisms.tensor import STYLES, apply_tensor
 
 
 def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, float]:
@@ -95,45 +92,6 @@ def test_context_parallel_attention_matches_attention(ranks: Ranks, size: int, k
         assert result < 1e-5 and gradients < 1e-4
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_context_parallel_load_is_balanced(rank: int) -> None:
-    class Mesh:
-        def size(self) -> int:
-            return 4
-
-        def get_local_rank(self) -> int:
-            return rank
-
-    position_ids = context_position_ids(64, Mesh())  # type: ignore[arg-type]
-    assert (position_ids + 1).sum() == (torch.arange(64) + 1).sum() / 4
-    assert len(position_ids.unique()) == 16
-
-
-def _vocab_parallel_weight_gradient() -> list[float]:
-    """Returns the relative error of this rank's shard of the weight's gradient in bfloat16, without chunks and with 64."""
-    group = mesh_of("cpu", tensor=2).tensor.get_group()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2048, 64, generator=generator).bfloat16()
-    weight = (0.1 * torch.randn(256, 64, generator=generator)).bfloat16()
-    labels = torch.randint(0, 256, (1, 2048), generator=generator)
-    full = weight.double().requires_grad_()
-    shard = slice(128 * group.rank(), 128 * (group.rank() + 1))
-    exact = torch.autograd.grad(linear_cross_entropy(x.double() @ full.t(), None, labels), full)[0][shard]
-    local = weight[shard].clone().requires_grad_()
-    errors = []
-    for chunk in (0, 32):
-        loss = linear_cross_entropy(x, local, labels, chunk=chunk, vocab_group=group)
-        (found,) = torch.autograd.grad(loss / 7, local)
-        errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
-    return errors
-
-
-def test_vocab_parallel_chunks_are_as_exact_as_one(ranks: Ranks) -> None:
-    for unchunked, chunked in ranks(2).run(_vocab_parallel_weight_gradient):
-        assert unchunked < 4e-3
-        assert chunked < 1.2 * unchunked
-
-
 def test_dropout_rate_and_mean() -> None:
     bits = torch.randint(0, 2**32, (8, 128), generator=torch.Generator().manual_seed(0))
     x = torch.ones(8, 128, 96)
@@ -148,24 +106,6 @@ def test_dropout_rate_and_mean() -> None:
     other = Dropout(0.3, site=2)(x, bits) == 0
     assert (zero & other).float().mean().item() == pytest.approx(0.09, abs=0.005)  # sites are independent
     assert torch.equal(Dropout(0.3, site=1)(x, None), x)  # as in validation
-
-
-def _error_without(entry: str) -> str:
-    with torch.device("meta"):
-        model: nn.Module = build_model(LLAMA)
-    plan = {name: style for name, style in model.tensor_plan.items() if name != entry}  # type: ignore[union-attr]
-    return user_error(apply_tensor, model, plan, mesh_of("cpu", tensor=2).tensor)
-
-
-@pytest.mark.parametrize(
-    ("entry", "name"),
-    [("norm", "norm"), ("layers.*.attention.wo", "layers.0.attention.wo"), ("tok_embeddings", "tok_embeddings")],
-)
-def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, name: str) -> None:
-    for error in ranks(2).run(_error_without, entry):
-        assert error == (
-            f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles {', '.join(STYLES)}"
-        )
 
 
 def _children_of_parts() -> list[bool]:

@@ -90,13 +90,3 @@ def test_stages_of_a_pipeline_are_gathered_once(ranks: Ranks, tmp_path: Path, sc
     for rank, events in enumerate(ranks(4).run(_events, recipe, 2)):
         assert events.count("gather") == (4 if schedule == "zbv" and rank < 2 else 2 if schedule == "zbv" else 3)
         assert "gather" not in events[next(i for i, event in enumerate(events) if event.startswith("backward")) :]
-
-
-def test_a_stage_that_is_resharded_after_each_forward_pass(ranks: Ranks, tmp_path: Path) -> None:
-    """And kept from the first backward pass to the last. No gather is in vain, although the order of micro-batches differs."""
-    layout = dict(pipeline=2, shard=2, pipeline_schedule="gpipe", reshard_after_forward="always")
-    recipe = tiny(tmp_path, "run", model=replace(LLAMA, num_layers=4), parallelism=Parallelism(**layout))
-    forward = ["gather", "gather", "forward 2", "gather", "forward 3", "forward output"]
-    backward = ["gather", "gather", "backward output", "gather", "backward 3", "backward 2"]
-    for events in ranks(4).run(_events, recipe, 2)[2:]:  # the last stage
-        assert events == forward * 2 + backward + [event for event in backward if event != "gather"]

@@ -15,10 +15,14 @@ from torch import nn
 from recipes import pretrain
 from tests.checkpoints import assert_equal_state
 from tests.launching import records
+from tests.parity import DEFAULT, SLOW, Tier, rows_of
 from tests.pool import Ranks, user_error
-from tests.training import GPT_, result, tiny, train_on_rank
+from tests.training import GPT_, mesh_of, result, tiny, train_on_rank
+from titanlike.config.sections import Training
 from titanlike.optim.clipping import gradient_norms
+from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.recipe import PretrainRecipe
 from titanlike.utils.dtensor import local_tensor
 
@@ -82,29 +86,25 @@ def train_without_updates(recipe: PretrainRecipe, steps: tuple[int, ...]) -> Non
         train_on_rank(recipe)
 
 
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "FSDP, loss": (LOSS, 1, dict(parallelism=dict(shard=2))),
-    "FSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(shard=2))),
-    "PP, loss": (LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),  # tied: the last stage holds a copy of the embedding
-    "PP, gradient": (GRADIENT, 0, dict(parallelism=dict(pipeline=2))),
-    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # unknown to the other replica
-    "TP, gradient": (GRADIENT, 1, dict(parallelism=dict(tensor=2, shard=1))),
-    "8bit": (LOSS, 0, dict(
+CASES: dict[str, tuple[Tier, str, int, dict[str, Any]]] = {
+    "FSDP, gradient": (SLOW, GRADIENT, 1, dict(parallelism=dict(shard=2))),
+    # Tied: the last stage holds a copy of the embedding.
+    "PP, loss": (DEFAULT, LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),
+    "HSDP, gradient": (DEFAULT, GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # unknown to the other replica
+    "8bit": (SLOW, LOSS, 0, dict(
         parallelism=dict(shard=2), optimizer=dict(state_dtype="8bit", stochastic_rounding=True),
         training=dict(master_dtype="bfloat16"),
     )),
-    "float8": (LOSS, 0, dict(
+    "float8": (SLOW, LOSS, 0, dict(
         parallelism=dict(shard=2), float8=dict(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True),
     )),
 }  # fmt: skip
-FAST = ("PP, loss", "HSDP, gradient")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
-def test_skipped_steps_leave_no_trace(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    where, rank, sections = CASES[case]
+@pytest.mark.parametrize(("where", "rank", "sections"), rows_of(CASES))
+def test_skipped_steps_leave_no_trace(
+    ranks: Ranks, tmp_path: Path, where: str, rank: int, sections: dict[str, Any]
+) -> None:
     sections = sections | dict(training=dict(non_finite="skip") | sections.get("training", {}))
     faulty = (2, 4)
     skipping, reference = (tiny(tmp_path, name, **sections) for name in ("skipping", "reference"))
@@ -112,7 +112,7 @@ def test_skipped_steps_leave_no_trace(ranks: Ranks, tmp_path: Path, case: str) -
     ranks(2).run(train_without_updates, reference, faulty)
 
     assert [message for message, _ in ends] == ["", ""]
-    if "HSDP" in case:
+    if sections["parallelism"].get("replicate"):
         assert ends[0] == ends[1]
     skipped = [record for record in records(tmp_path / "skipping") if "skipped" in record]
     assert [record["step"] for record in skipped] == list(faulty)
@@ -122,6 +122,22 @@ def test_skipped_steps_leave_no_trace(ranks: Ranks, tmp_path: Path, case: str) -
     assert_equal_state(found.state, expected.state)
     finite = [step - 1 for step in range(1, 6) if step not in faulty]
     assert [found.losses[index] for index in finite] == [expected.losses[index] for index in finite]
+
+
+def _error_of_infinite_gradient(rank: int) -> str:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    apply_fsdp(model, mesh_of("cpu", shard=2).fsdp, units=[], compute_dtype=torch.float32)
+    model(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == rank:
+        local_tensor(model.get_parameter("1.weight").grad).fill_(float("inf"))  # type: ignore[arg-type]
+    loss = torch.tensor(1.0)
+    return user_error(NonFiniteGuard(Training()).should_step, 7, loss, loss, gradient_norms(model), torch.tensor(1))
+
+
+def test_all_ranks_name_the_parameter_and_the_rank_of_its_shard(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        for error in ranks(2).run(_error_of_infinite_gradient, rank):
+            assert f"but not the gradient of 1.weight, in the shard of rank {rank}." in error
 
 
 def test_too_many_skips_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -5,27 +5,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import fsdp_tensor
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
+from tests.decoder import Batch, Decoder
 from tests.launching import ROOT
-from tests.parity import FAST
 from tests.pool import Ranks, user_error
 from tests.training import full_tensor, mesh_of
-from titanlike.config import UserError
-from titanlike.config.sections import Float8
-from titanlike.float8.linear import apply_float8
-from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.blocks import find_blocks
-from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context, context_position_ids
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.tensor import STYLES, apply_tensor
 
@@ -109,16 +101,6 @@ def test_fsdp_keeps_tied_parameters_tied(ranks: Ranks) -> None:
     assert max(ranks(2).run(_data_parallel, dict(shard=2), "", tied=True)) < 1e-6
     for error in ranks(2).run(_tied, True):
         assert error.startswith("units: unit 0 has a parameter that is also used outside of it")
-
-
-def _bfloat16(cast: bool) -> str:
-    model = seeded(MLP)
-    apply_fsdp(model, mesh_of("cpu", shard=2).fsdp, compute_dtype=torch.bfloat16, cast_forward_inputs=cast)
-    return str(model(torch.zeros(2, 8)).dtype)
-
-
-def test_fsdp_casts_float32_inputs(ranks: Ranks) -> None:
-    assert ranks(2).run(_bfloat16, True) == ["torch.bfloat16"] * 2
 
 
 class Attention(nn.Module):
@@ -236,129 +218,42 @@ def test_tensor_parallelism_of_a_plain_module(ranks: Ranks, layout: dict[str, in
             assert max(differences) < 1e-5, (ids, tied)
 
 
-def _tensor_error(changes: dict[str, str], shape: tuple[int, ...] = (2, 16, 32), after_fsdp: bool = False) -> str:
-    model, mesh = seeded(Encoder), mesh_of("cpu", tensor=2)
-    if after_fsdp:
-        apply_fsdp(model, mesh_of("cpu", shard=2).fsdp)
-    plan = {name: style for name, style in (BLOCK_PLAN | changes).items() if style}
-    return user_error(apply_tensor, model, plan, mesh.tensor) or user_error(model, torch.zeros(shape))
+# A change of the plan, and the start of the error.
+PLANS = {
+    "the tensor-parallel plan names blocks.*.atn.q, but Encoder has no such module; did": {"blocks.*.atn.q": "colwise"},
+    "the tensor-parallel style of blocks.*.up = 'colwize'; use one of ": {"blocks.*.up": "colwize"},
+    "the tensor-parallel style colwise of blocks.0.norm does not apply to LayerNorm; ": {"blocks.*.norm": "colwise"},
+    "the tensor-parallel plan of Encoder does not name blocks.0.scale; add it ": {"blocks.*.scale": ""},
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"blocks.*.atn.q": "colwise"},
-            "the tensor-parallel plan names blocks.*.atn.q, but Encoder has no such module; did you mean blocks.*.attn.q?",
-        ),
-        ({"blocks.*.up": "colwize"}, "the tensor-parallel style of blocks.*.up = 'colwize'; use one of colwise, rowwise, "),
-        ({"blocks.*.norm": "colwise"}, "the tensor-parallel style colwise of blocks.0.norm does not apply to LayerNorm; use"),
-        ({"blocks.*.scale": ""}, "the tensor-parallel plan of Encoder does not name blocks.0.scale; add it with one of"),
-    ],
-)  # fmt: skip
-def test_an_invalid_plan_is_reported(ranks: Ranks, changes: dict[str, str], message: str) -> None:
-    for error in ranks(2).run(_tensor_error, changes):
-        assert error.startswith(message)
+def _refused_plans() -> list[str]:
+    mesh = mesh_of("cpu", tensor=2).tensor
+    plans = ({name: style for name, style in (BLOCK_PLAN | each).items() if style} for each in PLANS.values())
+    return [user_error(apply_tensor, seeded(Encoder), plan, mesh) for plan in plans]
 
 
-def _sizes() -> list[str]:
-    errors = [_tensor_error({}, (2, 15, 32)), _tensor_error({}, after_fsdp=True)]
-    mesh = mesh_of("cpu", tensor=2)
-    for build, plan in (
-        (lambda: nn.Sequential(nn.Linear(8, 9)), {"0": "colwise"}),
-        (lambda: nn.Sequential(nn.Embedding(8, 4)), {"0": "sequence_parallel"}),
-    ):
-        errors.append(user_error(apply_tensor, build(), plan, mesh.tensor))
-    for options in (dict(replicated_io=False), dict(sequence_parallel=False)):
-        embedding = nn.Sequential(nn.Embedding(8, 4))
-        apply_tensor(embedding, {"0": "vocab_parallel"}, mesh.tensor, **options)
-        errors.append(user_error(embedding, torch.zeros(2, 15, dtype=torch.long)))
-    return errors
+def _refused_sizes() -> list[str]:
+    mesh = mesh_of("cpu", tensor=2).tensor
+    model, sharded = seeded(Encoder), seeded(Encoder)
+    apply_tensor(model, BLOCK_PLAN, mesh)
+    apply_fsdp(sharded, mesh_of("cpu", shard=2).fsdp)
+    return [
+        user_error(model, torch.zeros(2, 15, 32)),
+        user_error(apply_tensor, sharded, BLOCK_PLAN, mesh),
+        user_error(apply_tensor, nn.Sequential(nn.Linear(8, 9)), {"0": "colwise"}, mesh),
+    ]
 
 
-def test_sizes_that_ranks_do_not_divide_are_reported(ranks: Ranks) -> None:
-    for sequence, fsdp, size, embedding, ids, not_split in ranks(2).run(_sizes):
-        assert sequence == (
-            "sequence parallelism over 2 ranks splits dimension 1 of an input of shape (2, 15, 32), which must be divisible by 2; "
-            "pad the sequence, or pass sequence_parallel=False"
+def test_plans_and_sizes_that_cannot_be_used_are_reported(ranks: Ranks) -> None:
+    for errors in ranks(2).run(_refused_plans):
+        assert [error.startswith(message) for error, message in zip(errors, PLANS, strict=True)] == [True] * 4, errors
+    for sequence, sharded, size in ranks(2).run(_refused_sizes):
+        assert "splits dimension 1 of an input of shape (2, 15, 32), which must be divisible by 2; pad " in sequence
+        assert sharded.endswith("is sharded already; apply tensor parallelism once, and before FSDP")
+        assert size.startswith(
+            "0.weight (colwise): 2 tensor-parallel ranks do not divide dimension 0 of the shape (9, 8)"
         )
-        assert ids == sequence.replace(", 32)", ")") and not not_split
-        assert fsdp.endswith("is sharded already; apply tensor parallelism once, and before FSDP")
-        assert size == (
-            "0.weight (colwise): 2 tensor-parallel ranks do not divide dimension 0 of the shape (9, 8); use another number of "
-            "ranks or another size"
-        )
-        assert embedding.endswith(
-            "of 0 does not apply to Embedding; use vocab_parallel, position_embedding or colwise_embedding"
-        )
-
-
-def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
-    model, x = seeded(Encoder), torch.randn(2, 16, 32)
-    model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
-    expected = model(x)
-    apply_mixed_precision(model, torch.bfloat16)
-    out = model(x)
-    assert out.dtype == torch.bfloat16 and model.get_parameter("table").dtype == torch.int64
-    torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.1)
-    out.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
-
-
-class OwnLinear(nn.Linear):
-    """A layer of a user."""
-
-
-@pytest.mark.parametrize(
-    ("apply", "message"),
-    [
-        (lambda m: apply_activation_checkpoint(m, mode="ful"), "mode = 'ful'; use one of none, selective, full, memory"),
-        (lambda m: apply_compile(["0"]), "blocks: '0' is not a module; pass a ModuleDict, a ModuleList or a seq"),
-        (lambda m: apply_float8(m, Float8()), "float8 converts no layer of Sequential (the scaling is 'none'; set 'tensorwise')"),
-        (lambda m: apply_float8(m, Float8(scaling="tensorwise")), "float8 converts no layer of Sequential (0: too small)"),
-        (
-            lambda m: apply_float8(m, Float8(scaling="tensorwise", layers=("*",))),
-            "float8.scaling = 'tensorwise' requires multiples of 16, but 0 is 12 x 16; exclude it with float8.skip",
-        ),
-        (
-            lambda m: apply_float8(nn.Sequential(OwnLinear(16, 16)), Float8(scaling="tensorwise", layers=("*",))),
-            "0 is a OwnLinear, whose forward float8 would replace; exclude it with float8.skip",
-        ),
-    ],
-)  # fmt: skip
-def test_an_invalid_argument_is_reported(apply: Any, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        apply(nn.Sequential(nn.Linear(16, 12)))
-    assert str(caught.value).startswith(message)
-
-
-class Decoder(nn.Module):
-    """A model that a pipeline can split, with an ordinary tied head."""
-
-    first_stage_modules = ("tok_embeddings",)
-    last_stage_modules = ("output",)
-
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.tok_embeddings: Any = nn.Embedding(32, 16)
-        self.layers = nn.ModuleDict({str(i): nn.Linear(16, 16) for i in range(num_blocks)})
-        self.output: Any = nn.Linear(16, 32, bias=False)
-        self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = h + layer(h).relu()
-        if self.output is None:
-            return h
-        logits: Tensor = self.output(h)
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-class Batch:
-    def __init__(self, tokens: Tensor) -> None:
-        self.inputs = {"tokens": tokens}
-        self.labels = tokens.roll(-1, 1)
 
 
 def _pipeline(schedule: str, split: list[int]) -> float:
@@ -393,7 +288,6 @@ def _refusals() -> list[str]:
         lambda: build_mesh("cpu", shard=2, tensor=2),
         lambda: Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh, schedule="1f1b", split=[1, 1]),
         lambda: Pipeline(Decoder(), mesh, schedule="1f1b", split=[1, 2]),
-        lambda: Pipeline(Decoder(), mesh, schedule="2f2b", split=[2, 2]),
         lambda: apply_context(Decoder().layers, context),
         lambda: context_position_ids(30, context),
     )
@@ -401,44 +295,15 @@ def _refusals() -> list[str]:
 
 
 def test_a_model_that_cannot_be_split_is_reported(ranks: Ranks) -> None:
-    for errors in ranks(2).run(_refusals):
-        assert [error.partition(";")[0] for error in errors] == [
-            "a mesh of pipeline 1 x replicate 1 x shard 2 x context 1 x tensor 2 has 4 ranks, but there are 2 processes",
-            "Sequential cannot be split into pipeline stages: it has no layers, tok_embeddings, output, first_stage_modules, "
-            "last_stage_modules",
-            "split = [1, 2] has 2 stages and 3 blocks, but the schedule 1f1b over 2 ranks takes 2 stages, and the model has 4 "
-            "blocks",
-            "schedule = '2f2b'",
-            "context parallelism replaces the submodule attention.attend, which Linear does not have",
-            "context parallelism over 2 ranks splits a sequence into 4 chunks, which do not divide its 30 tokens",
-        ]
-
-
-def _compiled(sequence_parallel: bool) -> tuple[float, int, int]:
-    torch._dynamo.reset()
-    counters.clear()
-    model: Any = seeded(fsdp_tensor.Transformer)
-    reference = copy.deepcopy(model)
-    tokens = fsdp_tensor.batch_of(0)[:, :-1]
-    reference(tokens).square().mean().backward()
-    apply_tensor(model, fsdp_tensor.PLAN, mesh_of("cpu", tensor=2).tensor, sequence_parallel=sequence_parallel)
-    apply_activation_checkpoint(model.blocks, mode="full")
-    apply_compile(model.blocks, backend=FAST)
-    model(tokens).square().mean().backward()
-    difference = max(
-        ((full_tensor(model.get_parameter(name).grad) - p.grad).abs().max() / p.grad.abs().max()).item()
-        for name, p in reference.named_parameters()
-        if ".k.bias" not in name and p.grad is not None  # the gradient of the keys' bias is 0
+    messages = (
+        "has 4 ranks, but there are 2 processes",
+        "Sequential cannot be split into pipeline stages: it has no layers, tok_embeddings, output, first_stage_modules, ",
+        "split = [1, 2] has 2 stages and 3 blocks, but the schedule 1f1b over 2 ranks takes 2 stages, and the model has 4 ",
+        "context parallelism replaces the submodule attention.attend, which Linear does not have",
+        "splits a sequence into 4 chunks, which do not divide its 30 tokens",
     )
-    return difference, counters["stats"]["unique_graphs"], len(counters["graph_break"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_compiled_blocks_of_a_plain_module_share_one_graph(ranks: Ranks, sequence_parallel: bool) -> None:
-    for difference, graphs, graph_breaks in ranks(2).run(_compiled, sequence_parallel):
-        assert difference < 1e-5
-        assert (graphs, graph_breaks) == (1, 0)
+    for errors in ranks(2).run(_refusals):
+        assert [message in error for message, error in zip(messages, errors, strict=True)] == [True] * 5, errors
 
 
 def test_the_styles_are_documented() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.pool import Pool
-from tests.training import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MODERNBERT, MULTI_TOKEN, QWEN3_MOE, build, tiny
+from tests.training import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MODERNBERT, QWEN3_MOE, build, tiny
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.loader import Batch
 from titanlike.losses.cross_entropy import CrossEntropy
@@ -64,22 +64,6 @@ def _options() -> dict[str, Any]:
     head: Any = without_owner(model.get_submodule("output"))
     masks = {module.flex for module in model.modules() if isinstance(module, DocumentMask)}
     return found | {"loss": dataclasses.replace(head.loss, terms=None), "masks": masks}
-
-
-def test_each_term_of_the_loss_is_recorded_by_itself(ranks: Ranks) -> None:
-    assert ranks(1).run(_terms) == [[None, ["z_loss"], ["balance_loss"], ["mtp_loss"]]]
-
-
-def _terms() -> list[list[str] | None]:
-    multi_token = dataclasses.replace(MULTI_TOKEN, balance_loss=0.0)
-    recipes: list[dict[str, Any]] = [
-        {},
-        dict(training=dict(z_loss=0.1)),
-        dict(model=QWEN3_MOE),
-        dict(model=multi_token),
-    ]
-    terms = [cast(Any, build(tiny(Path(), "", **sections))[0]).loss_terms for sections in recipes]
-    return [each and each.names for each in terms]
 
 
 ROTARY = (LLAMA, GEMMA3, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, MODERNBERT)

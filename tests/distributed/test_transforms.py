@@ -1,69 +1,28 @@
-"""Compilation, activation checkpointing and mixed precision: parity with a plain run, and their effect."""
+"""Compilation, activation checkpointing and offloading, and mixed precision: what they change, and what they do not."""
 
-import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch import nn
 
-from tests.parity import COMPILED, FAST, Parity
+from tests.checkpoints import assert_identical
+from tests.parity import COMPILED, DEFAULT, EVERY, FULL, SLOW, Tier, rows_of
 from tests.pool import Ranks
-from tests.training import LLAMA, MODELS, Observer, Operations, build, tiny, train, train_on_rank
-from titanlike.config.sections import ActivationCheckpoint, Compile, Training
+from tests.training import GPT_, LLAMA, Observer, Operations, build, result, tiny, train_on_rank, world_size
+from titanlike.config.sections import Training
 from titanlike.models.common.init import initialize
 from titanlike.models.registry import blocks, build_model
+from titanlike.parallelisms import activation_offload
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.activation_offload import _Host, apply_activation_offload
 from titanlike.recipe import PretrainRecipe
-from titanlike.run import loop
-
-
-def two_steps(folder: Path, **sections: Any) -> PretrainRecipe:
-    return tiny(folder, "run", **sections | {"training": dict(steps=2) | sections.get("training", {})})
-
-
-@pytest.mark.parametrize(("mode", "model"), [("selective", "llama"), ("full", "gpt")])
-def test_activation_checkpointing_does_not_change_results(
-    parity: Parity, tmp_path: Path, model: str, mode: Any
-) -> None:
-    recomputing = dict(activation_checkpoint=ActivationCheckpoint(mode=mode), parallelism=dict(shard=2))
-    parity(two_steps(tmp_path, model=MODELS[model], **recomputing))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [dict(mode="selective"), dict(mode="memory_budget", memory_budget=0.2), dict(mode="full")], ids=str
-)
-def test_compiled_checkpointing_does_not_change_results(
-    ranks: Ranks, parity: Parity, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    recomputing = COMPILED | dict(activation_checkpoint=ActivationCheckpoint(**options))
-    try:
-        parity(two_steps(tmp_path, parallelism=dict(shard=2, reshard_after_forward="always"), **recomputing))
-    finally:
-        ranks(2).run(_reset_memory_budget)
-
-
-def _reset_memory_budget() -> None:
-    torch._functorch.config.activation_memory_budget = 1.0
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_inductor_does_not_change_results(parity: Parity, tmp_path: Path) -> None:
-    layout = dict(compile=Compile(backend="inductor"), parallelism=dict(shard=1, tensor=2))
-    parity(two_steps(tmp_path, training=dict(local_batch_size=4), **layout))
-
-
-def test_bfloat16_stays_near_float32(ranks: Ranks, parity: Parity, tmp_path: Path) -> None:
-    found = train(ranks(1), two_steps(tmp_path, training=dict(compute_dtype="bfloat16")))
-    plain = parity.one_process(two_steps(tmp_path))
-    # 8 bits of mantissa: an error of 0.4% per operation, less in the mean over tokens
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain.losses), rtol=5e-3, atol=0)
-    assert found.losses != plain.losses
 
 
 @pytest.mark.parametrize(
@@ -122,73 +81,76 @@ def test_number_of_recomputed_operations(options: dict[str, Any], matmuls: int, 
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_all_blocks_share_one_compiled_graph(model: str) -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch.device("meta"):
-        built = build_model(MODELS[model])
-    initialize(built, torch.device("cpu"), 0)
-    names = list(built.state_dict())
-    apply_compile(blocks(built), backend=FAST)
-    for _ in range(3):
-        built(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-    assert list(built.state_dict()) == names
+@contextmanager
+def offloaded() -> Iterator[list[_Host]]:
+    """Yields what is offloaded, which is tensors of any size."""
+    made: list[_Host] = []
+    initialize = _Host.__init__
+
+    def record(host: _Host, *arguments: Any) -> None:
+        made.append(host)
+        initialize(host, *arguments)
+
+    with patch.object(activation_offload, "MIN_BYTES", 1), patch.object(_Host, "__init__", record):
+        yield made
 
 
-def _collections(recipe: PretrainRecipe, interval: int) -> tuple[list[int], int]:
-    """Returns the generations that the recipe collects, and the number of automatic collections after the first of them."""
-    default, loop.COLLECTION_INTERVAL = loop.COLLECTION_INTERVAL, interval
-    explicit: list[int] = []
-    collections: list[int] = []
-    before: list[int] = []
-    collect = gc.collect
-
-    def patched(generation: int = 2) -> int:
-        explicit.append(generation)
-        before.append(len(collections))
-        return collect(generation)
-
-    def callback(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            collections.append(info["generation"])
-
-    gc.collect = patched  # type: ignore[assignment]
-    gc.callbacks.append(callback)
-    try:
+def _train(recipe: PretrainRecipe) -> int:
+    """Trains, and offloads tensors of any size. Returns the number of copies to the host."""
+    with offloaded() as made:
         train_on_rank(recipe)
-    finally:
-        gc.callbacks.remove(callback)
-        gc.collect = collect
-        loop.COLLECTION_INTERVAL = default
-    return explicit, len(collections) - before[0] - len(explicit)
+    return len(made)
 
 
-def test_garbage_collection_runs_only_at_the_interval(ranks: Ranks, tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0))
-    for interval, times in ((1, 7), (2, 4), (8, 1)):  # a full collection after the first step, generation 1 later
-        recipe = tiny(tmp_path, f"every{interval}", training=dict(steps=8), **options)
-        assert ranks(1).run(_collections, recipe, interval) == [([2] + [1] * times, 0)]
+CASES: dict[str, tuple[Tier, dict[str, Any]]] = {
+    "one process, full, bfloat16": (
+        DEFAULT, dict(parallelism=dict(shard=1), training=dict(compute_dtype="bfloat16", steps=2)) | FULL,
+    ),
+    "FSDP, compiled": (SLOW, dict(parallelism=dict(shard=2)) | COMPILED),
+    "TP, GPT": (SLOW, dict(parallelism=dict(shard=1, tensor=2), model=GPT_)),
+    "PP zbv": (
+        EVERY,
+        dict(parallelism=dict(shard=1, pipeline=2, pipeline_schedule="zbv"), model=replace(LLAMA, num_layers=4)),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_smaller_memory_budget_saves_less() -> None:
-    def saved_bytes(budget: float) -> int:
-        torch._dynamo.reset()
-        with torch.device("meta"):
-            model = build_model(LLAMA)
-        initialize(model, torch.device("cpu"), 0)
-        apply_activation_checkpoint(blocks(model), mode="memory_budget", memory_budget=budget)
-        apply_compile(blocks(model), backend=FAST)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-            model(torch.zeros(2, 32, dtype=torch.long))
-        return sum(sizes)
+@pytest.mark.parametrize("sections", rows_of(CASES))
+def test_a_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, sections: dict[str, Any]) -> None:
+    plain = tiny(tmp_path, "plain", **{"training": dict(steps=2)} | sections)
+    section = replace(plain.activation_checkpoint, offload=True)
+    offloading = replace(plain, activation_checkpoint=section, run=replace(plain.run, name="offloading"))
+    pool = ranks(world_size(plain))
+    assert set(pool.run(_train, plain)) == {0}
+    assert min(pool.run(_train, offloading)) >= 5
+    assert_identical(result(offloading), result(plain))
 
-    try:
-        full, half, none = saved_bytes(1.0), saved_bytes(0.5), saved_bytes(0.0)
-    finally:
-        _reset_memory_budget()
-    assert none < half < full
+
+class Block(nn.Module):
+    """Keeps its input, both halves of `hidden`, which are views of it, and the activation of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.up(x).chunk(2)
+        return x + self.down(torch.cat([first.sigmoid() * first, second.sigmoid() * second]))
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("none", 6), ("full", 1)])
+def test_what_a_block_keeps_is_copied_once_and_freed(mode: Any, copies: int) -> None:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    x = torch.randn(16, 32)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    apply_activation_checkpoint(list(model), mode=mode)
+    apply_activation_offload(list(model))
+    with offloaded() as made:
+        loss = model(x).square().sum()
+    # Neither the weights nor what the last block keeps.
+    assert [tuple(host.copy.shape) for host in made].count((16, 32)) == 3
+    assert len(made) == 3 * copies
+    assert all(host.source is None for host in made)  # the device memory is free before the backward pass
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, gradients, expected))
+    assert all(host.fetched is None for host in made)

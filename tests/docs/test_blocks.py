@@ -294,6 +294,8 @@ def check_toml(block: Block, folder: Path) -> None:
     if "project" in values:
         hooks = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
         assert values["project"]["entry-points"].keys() <= hooks.keys()
+    elif "dollars_per_gpu_hour" in values:
+        load_hardware(str(file))
     elif "search" in values or "resources" in values:
         if "search" not in values:
             file.write_text(f'recipe = "debug"\n[search."optimizer.lr"]\nvalues = [1e-3]\n{block.text}')

@@ -1,6 +1,7 @@
 """docs/quickstart.md: the plans are what it shows, and its lines run on a CPU with a small model and a local text."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -8,12 +9,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import tomli
 
 from tests.launching import ROOT, Cli, losses, python, run, start, wait_for
 from tests.null_gpu.recording import require_null_gpu
 from tests.programs import blocks
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools import new_recipe
 from titanlike.tools.null_gpu import recipes
+from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.plan import GIB
 
 PAGE = ROOT / "docs/quickstart.md"
@@ -33,13 +37,20 @@ def test_the_page_shows_the_plan(hardware: str, tmp_path: Path, monkeypatch: pyt
     for name in ("init", "plan"):
         printed = cli(*command(f"titanlike {name} tonight.toml --gpus 1 --hardware {hardware}")).out.splitlines()
     (shown,) = [block.splitlines() for block in OUTPUTS if set(block.splitlines()) <= set(printed)]
-    assert [line.split()[0] for line in shown] == ["batch", "peak,", "speed", "run"]
+    assert [line.split()[0] for line in shown if not line.startswith("range")] == ["batch", "peak,", "speed", "run"]
     if hardware == "h100":
         speed = float(re.findall(r"speed +([\d,]+)", shown[2])[0].replace(",", ""))
         assert round(600 * speed / (128 * 8192), -1) == 30  # "about 30 steps" in ten minutes
         assert "takes about 30 steps of a million tokens" in " ".join(PAGE.read_text().split())
         (hours,) = re.findall(r"run .* ([\d.]+) hours", cli("plan", "tonight.toml", "--gpus", "1").out)
-        assert round(float(hours) / 24) == 5 and "take five days" in PAGE.read_text()
+        assert round(float(hours) / 12) == 9 and "four and a half days" in " ".join(PAGE.read_text().split())
+        price = load_hardware("h100").dollars_per_gpu_hour
+        assert f"${price} per GPU-hour" in PAGE.read_text()
+        (shown_recipe,) = (tomli.loads(block) for block in blocks(PAGE, "toml") if "[optimizer]" in block)
+        written = tomli.loads(Path("tonight.toml").read_text())
+        assert all(values.items() <= written[section].items() for section, values in shown_recipe.items())
+        model = load(PretrainRecipe, Path("tonight.toml")).model
+        assert f"{round(12 * model.num_parameters() / 1e9)} GB each" in PAGE.read_text()  # weights and two moments
 
 
 @pytest.mark.every  # tests/planning/test_planning_null_gpu.py compares the plans of all shipped recipes with records
@@ -53,6 +64,16 @@ def test_the_recipe_trains_on_a_null_gpu_in_the_planned_memory(
     (process,) = record["processes"]
     (planned,) = re.findall(r"peak, reserved +([\d.]+)", next(block for block in OUTPUTS if "10.4 hours" in block))
     assert process["reserved_peak"] / GIB == pytest.approx(float(planned), rel=0.04)
+
+
+def test_the_vocabularies_have_these_parameters_and_losses() -> None:
+    text = " ".join(PAGE.read_text().split())
+    for vocab_size, parameters, loss in ((50304, "1.08", "near 10.8"), (128256, "1.24", "tokenizer 11.8")):
+        model = new_recipe.find_model("3.2-1B", vocab_size=vocab_size)
+        assert f"{model.num_parameters() / 1e9:.2f}" == parameters and f"has {parameters} billion" in text
+        assert f"{math.log(vocab_size):.1f}" == loss.split()[1] and loss in text
+    speed = json.loads((ROOT / "benchmarks/results/data_prepare_cpu.json").read_text())["speed"]["Llama 3.1"]
+    assert round(speed["tokens_per_second"]["titanlike"] / 1e6) == 2 and "about two million tokens" in text
 
 
 def test_the_lines_of_a_run_are_recorded_ones() -> None:

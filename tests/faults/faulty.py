@@ -9,12 +9,10 @@ import json
 import os
 import pkgutil
 import resource
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -27,7 +25,6 @@ from torch.distributed import distributed_c10d as c10d
 PROGRAM = Path(__file__).resolve()
 WRITING = "titanlike.checkpoint.format.write_all"
 SHIPPED = PROGRAM.parents[2] / "recipes" / "pretrain.py"
-DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class Fault:
     """Step of the loop, or of the save that calls the function. 0 matches all."""
     do: str = "SIGKILL"
     """Names of signals to this process, and other actions, separated by commas."""
-    argument: str = ""
-    """If set, the action applies only to calls with this argument."""
 
 
 def variables(*faults: Fault) -> dict[str, str]:
@@ -123,12 +118,9 @@ def inject(fault: Fault, counter: StepCounter) -> None:
         return
 
     def act(*arguments: Any) -> None:
-        if fault.step in (0, counter.current()) and (not fault.argument or fault.argument in map(str, arguments)):
+        if fault.step in (0, counter.current()):
             for action in fault.do.split(", "):
-                if action == "spoil":
-                    arguments[0].data.fill_(float("nan"))
-                else:
-                    perform(*action.split())
+                perform(*action.split())
 
     if fault.when == "inside":
         wrap_writing(fault.what, act)
@@ -155,8 +147,6 @@ def perform(action: str, value: str = "") -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), resource.RLIM_INFINITY))
     elif action == "unlimit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    elif action == "full":  # simulates a full disk
-        shutil.disk_usage = lambda _: DiskUsage(1 << 30, (1 << 30) - 1000, 1000)  # type: ignore[assignment, return-value]
     elif action == "refuse":  # fails like a write to a full disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     else:

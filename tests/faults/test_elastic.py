@@ -6,11 +6,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.launching import ROOT, SMALL, free_port, losses, records, run, start
+from titanlike.config import UserError
+from titanlike.config.sections import Run
+from titanlike.distributed.environment import RankInfo
+from titanlike.run.start import Arguments, select_run_dir
 
 OPTIONS = SMALL | {
     "program": "./slow.py", "run.name": "run", "training.steps": "240", "checkpoint.interval": "10", "run.device": "cpu",
@@ -136,23 +141,12 @@ def test_a_spare_node_ends_with_the_job(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "runs/run")) == 60
 
 
-@pytest.mark.slow
-def test_what_an_elastic_job_cannot_do_is_said(tmp_path: Path) -> None:
-    shared = {"NPROC": "1", "NNODES": "2:3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    unnamed = run(tmp_path, variables=shared, **SMALL)
-    assert unnamed.returncode == 2
-    assert unnamed.stderr == (
-        "error: a job whose number of nodes may change needs a name, by which nodes that join find its run; give --run.name\n"
-    )
-    resumed = run(tmp_path, variables=shared, **SMALL, **{"run.name": "run", "checkpoint.resume_from": "4"})
-    assert resumed.returncode == 2
-    assert "checkpoint.resume_from = 4, but a job whose number of nodes may change resumes from" in resumed.stderr
-    unfit = run(tmp_path, variables=shared, **SMALL, **{"run.name": "run", "parallelism.replicate": "4"})
-    assert unfit.returncode == 2
-    assert "parallelism.replicate = 4 does not divide the 2 processes" in unfit.stderr
-    assert not (tmp_path / "runs").exists()
-    lonely = run(tmp_path, variables=shared | {"PET_RDZV_CONF": "join_timeout=2"}, **SMALL, **{"run.name": "run"})
-    assert lonely.returncode == 1
-    assert lonely.stderr == (
-        f"error: fewer than 2 nodes have met at MASTER_ADDR=127.0.0.1 and MASTER_PORT={shared['MASTER_PORT']}\n"
-    )
+def test_a_job_that_may_restart_needs_a_name() -> None:
+    arguments, nodes = Arguments(["recipe.toml"]), RankInfo(started_by_launcher=True, launch_id="a")
+    assert select_run_dir(Run(), arguments, nodes).name == "recipe-a"
+    with pytest.raises(UserError, match=r"number of nodes may change needs a name, .*; give --run\.name$"):
+        select_run_dir(Run(), arguments, replace(nodes, is_elastic=True))
+    with pytest.raises(
+        UserError, match=r"^torchrun may restart this job \(--max-restarts=1\).*give --run\.name so that"
+    ):
+        select_run_dir(Run(), arguments, RankInfo(started_by_launcher=True, max_restarts=1))

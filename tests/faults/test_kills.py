@@ -1,5 +1,6 @@
-"""SIGKILL at every stage of a step and of a save: committed checkpoints remain, and the resumed run equals an undisturbed one."""
+"""SIGKILL at each stage of a step and of a save: committed checkpoints remain, and the resumed run equals an undisturbed one."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +9,11 @@ import pytest
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps, warnings_of
+from tests.parity import DEFAULT, EVERY, SLOW, Tier, rows_of
 
-SAVING, STORE, FOLDER = (
-    "titanlike.checkpoint.saver",
-    "titanlike.checkpoint.store",
-    "titanlike.checkpoint.store.LocalStore",
-)
+SAVER = "titanlike.checkpoint.saver.CheckpointManager"
+STORE = "titanlike.checkpoint.store"
+FOLDER = "titanlike.checkpoint.store.LocalStore"
 
 
 @dataclass(frozen=True)
@@ -26,72 +26,41 @@ class Case:
     keep: int = 9
 
 
-def dies(what: str, when: str = "before", *, rank: int, step: int, argument: str = "") -> tuple[Fault, ...]:
-    return (Fault(what, when, rank, step, argument=argument),)
+def dies(what: str, when: str = "before", *, rank: int, step: int) -> tuple[Fault, ...]:
+    return (Fault(what, when, rank, step),)
 
-
-# During a step. Synchronous saves make the newest checkpoint predictable.
-STEPS = {
-    "before the step": Case(dies("titanlike.optim.schedule.set_learning_rate", rank=0, step=5), (2, 4), "sync"),
-    "between forward and backward": Case(dies("torch.Tensor.backward", rank=1, step=5), (2, 4), "sync"),
-    "after the backward pass": Case(dies("torch.Tensor.backward", "after", rank=0, step=5), (2, 4), "sync"),
-    "after the norms": Case(dies("titanlike.optim.clipping.gradient_norms", "after", rank=1, step=5), (2, 4), "sync"),
-    "before the update": Case(dies("titanlike.optim.optimizer.AdamW.step", rank=0, step=5), (2, 4), "sync"),
-    "after the update": Case(dies("titanlike.optim.optimizer.AdamW.step", "after", rank=1, step=4), (2,), "sync"),
-    "in validation": Case(
-        dies("titanlike.data.batches.loader.BatchLoader.first_batches", rank=1, step=3), (2,), "sync"
-    ),
-    "after the record": Case(dies("titanlike.metrics.Monitor.step", "after", rank=0, step=5), (2, 4), "sync"),
-}
 
 ONE_SHARD = (
-    Fault(f"{SAVING}.CheckpointManager._write", "after", rank=0, step=4, do="mark written"),
-    Fault(f"{SAVING}.CheckpointManager._write", "before", rank=1, step=4, do="await written, SIGKILL"),
+    Fault(f"{SAVER}._write", "after", rank=0, step=4, do="mark written"),
+    Fault(f"{SAVER}._write", "before", rank=1, step=4, do="await written, SIGKILL"),
 )
-# During the save of step 4. All ranks take part in the first half, only rank 0 in the second.
-SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.StagingBuffers.copy", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.StagingBuffers.copy", "after", rank=0, step=4), (2,), "sync"),
-    "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
-    "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
-    "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, argument="rank-00001.safetensors"), (2,)),
-    "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
-    "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
-    "between the shards": Case(ONE_SHARD, (2,)),
-    "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
-    "when all shards are there": Case(dies(f"{STORE}.complete", rank=0, step=4), (2,)),
-    "between state and manifest": Case(
-        dies(f"{FOLDER}.create", rank=0, step=4, argument="manifest.json"), (2,), "sync"
+CASES: dict[str, tuple[Tier, Case]] = {
+    # During a step. Synchronous saves make the newest checkpoint predictable.
+    "between forward and backward": (DEFAULT, Case(dies("torch.Tensor.backward", rank=1, step=5), (2, 4), "sync")),
+    "after the update": (
+        SLOW, Case(dies("titanlike.optim.optimizer.AdamW.step", "after", rank=1, step=4), (2,), "sync"),
     ),
-    "after the manifest": Case(dies(f"{FOLDER}.publish", rank=0, step=4), (2,), keep=1),
-    "before the rename": Case(dies("pathlib.Path.rename", rank=0, step=4), (2,), "sync"),
-    "after the rename": Case(dies("pathlib.Path.rename", "after", rank=0, step=4), (2, 4)),
-    "after the commit": Case(dies(f"{FOLDER}.publish", "after", rank=0, step=4), (2, 4), "sync"),
-    "before latest has its name": Case(dies("pathlib.Path.replace", rank=0, step=4), (2, 4)),
-    "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
-    "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
-    "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
-    "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
-    "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
-    "after the last commit": Case(dies(f"{FOLDER}.publish", "after", rank=0, step=6), (2, 4, 6)),
-}
-DEFAULT_TIER = {
-    "between forward and backward", "in the middle of its shard", "after the manifest", "after the rename",
+    "after the record": (EVERY, Case(dies("titanlike.metrics.Monitor.step", "after", rank=0, step=5), (2, 4), "sync")),
+    # During the save of step 4. All ranks take part in the first half, only rank 0 in the second.
+    "after the copy": (
+        SLOW, Case(dies("titanlike.checkpoint.saver.StagingBuffers.copy", "after", rank=0, step=4), (2,), "sync"),
+    ),
+    "before there is a folder": (EVERY, Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,))),
+    "in the middle of its shard": (DEFAULT, Case(dies(WRITING, "inside", rank=1, step=4), (2,))),
+    "between the shards": (SLOW, Case(ONE_SHARD, (2,))),
+    "when all shards are there": (EVERY, Case(dies(f"{STORE}.complete", rank=0, step=4), (2,))),
+    "after the manifest": (DEFAULT, Case(dies(f"{FOLDER}.publish", rank=0, step=4), (2,), keep=1)),
+    "before the rename": (SLOW, Case(dies("pathlib.Path.rename", rank=0, step=4), (2,), "sync")),
+    "after the rename": (SLOW, Case(dies("pathlib.Path.rename", "after", rank=0, step=4), (2, 4))),
+    "before latest has its name": (EVERY, Case(dies("pathlib.Path.replace", rank=0, step=4), (2, 4))),
+    "while the old one goes": (EVERY, Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1)),
+    "with half of the old one gone": (SLOW, Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1)),
+    "in the first save": (SLOW, Case(dies(WRITING, "inside", rank=0, step=2), ())),
+    "after the last commit": (EVERY, Case(dies(f"{FOLDER}.publish", "after", rank=0, step=6), (2, 4, 6))),
 }  # fmt: skip
-SLOW_TIER = {
-    "after the norms", "after the update", "before there is a folder", "when all shards are there", "after the copy",
-    "before the rename", "while the old one goes", "in the first save", "between the shards", "with half of the old one gone",
-}  # fmt: skip
 
 
-def tier(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name in DEFAULT_TIER else [pytest.mark.slow if name in SLOW_TIER else pytest.mark.every]
-
-
-CASES = [pytest.param(case, id=name, marks=tier(name)) for name, case in (STEPS | SAVES).items()]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rows_of(CASES))
 def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, case: Case) -> None:
     options = {"checkpoint.mode": case.mode, "checkpoint.keep": str(case.keep)}
     job = starter.start(tmp_path, *case.faults, **options)
@@ -112,32 +81,37 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
 
 
 @pytest.mark.parametrize(
-    ("what", "when", "newest"),
+    ("what", "committed"),
     [
-        pytest.param(WRITING, "inside", 2, id="while all write"),
-        pytest.param("titanlike.optim.optimizer.AdamW.step", "after", 2, id="after the update", marks=pytest.mark.slow),
+        ("titanlike.checkpoint.store.manifest_hash", 2),
+        pytest.param("titanlike.checkpoint.remote.RemoteStore.publish", 4, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_are_killed(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, what: str, when: str, newest: int
+def test_killed_while_saving_to_a_store_that_does_not_rename_directories(
+    starter: Starter, undisturbed: Trained, tmp_path: Path, what: str, committed: int
 ) -> None:
-    stuck = [Fault(what, when, rank, step=4, do=f"mark {rank}, sleep 60") for rank in range(2)]
+    """The code path of s3://."""
+    options = {"checkpoint.dir": f"file://{tmp_path}/remote", "checkpoint.mode": "sync"}
+    job = starter.start(tmp_path, Fault(what, "after", step=4), **options)
+    assert job.wait_for_a_death()[0] == -9, job.output
+    remote = tmp_path / "remote/run"
+    assert max(path.parent.name for path in remote.glob("step-*/manifest.json")) == f"step-0000000{committed}"
+    job = resume(starter, tmp_path, **options)
+    assert f"resumed at step {committed}\n" in job.output
+    assert warnings_of(job.output) == []
+    assert_as_undisturbed(tmp_path, undisturbed, remote)
+    assert not (tmp_path / "runs/run/checkpoints").exists()
+
+
+def test_all_ranks_are_killed(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in range(2)]
     job = starter.start(tmp_path, *stuck)
     for rank in range(2):
         job.wait_for(tmp_path / f"{rank}.mark")
     job.kill()
     assert job.codes == [-9, -9]
-    assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
-    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).output
-    assert_as_undisturbed(tmp_path, undisturbed)
-
-
-def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", 1, step=5, do="spoil"))
-    assert job.wait() == [2, 2], job.output
-    assert "error: step 5: the loss is nan on rank 1. The step was not saved" in job.output
-    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
-    assert "resumed at step 4\n" in resume(starter, tmp_path).output
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
+    assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -148,4 +122,14 @@ def test_late_write_saves_the_state_of_its_step(starter: Starter, undisturbed: T
     job = starter.start(tmp_path, *late, four)
     assert job.wait() == [0, 0], job.output
     assert job.output.index("step      3/6  loss") < job.output.index("step      2/6  saved")
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+def test_a_corrupt_checkpoint_is_passed_over(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed.folder / "runs", tmp_path / "runs")
+    shard = tmp_path / "runs/run/checkpoints/step-00000006/rank-00001.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    job = resume(starter, tmp_path)
+    assert f"{shard.relative_to(tmp_path)} is corrupt: SHA-256 mismatch; falling back to the previous" in job.output
+    assert "resumed at step 4\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)

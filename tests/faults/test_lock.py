@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,48 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.launching import SMALL, losses, run, start, wait_for
+from tests.launching import wait_for
 from tests.pool import Pool
 from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.file_lock import FileLock, LockHeld
-
-LONG = SMALL | {"training.steps": "100000", "run.name": "r"}
-
-
-@pytest.mark.slow
-def test_second_job_is_refused_and_the_first_continues(tmp_path: Path) -> None:
-    options = SMALL | {"training.steps": "200", "run.name": "r"}
-    first = start(tmp_path, **options)
-    wait_for(tmp_path / "runs/r/metrics.jsonl")
-    os.kill(first.pid, signal.SIGSTOP)  # it must not end before the others start
-    for processes in "12":
-        second = run(tmp_path, variables={"NPROC": processes, "MAX_RESTARTS": "3"}, **options)
-        assert second.returncode == 2
-        [line] = set(second.stderr.splitlines())  # on a busy machine the second process prints it, too
-        assert re.fullmatch(
-            rf"error: runs/r is being trained by process {first.pid} on host \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; end "
-            "that job, or give --run.name to start a new run",
-            line,
-        )
-    os.kill(first.pid, signal.SIGCONT)
-    _, errors = first.communicate(timeout=120)
-    assert first.returncode == 0, errors
-    assert len(losses(tmp_path / "runs/r")) == 200
-    assert (tmp_path / "runs/r/lock").read_text() == ""
-
-
-@pytest.mark.slow
-def test_killed_job_leaves_no_lock(tmp_path: Path) -> None:
-    killed = start(tmp_path, **LONG)
-    wait_for(tmp_path / "runs/r/metrics.jsonl")
-    killed.kill()
-    killed.communicate()
-    assert f"process {killed.pid} on host" in (tmp_path / "runs/r/lock").read_text()
-    again = run(tmp_path, **SMALL | {"run.name": "r"})
-    assert again.returncode == 0, again.stderr
-    assert again.stderr == ""
 
 
 def test_lock_can_be_acquired_again_after_release(tmp_path: Path) -> None:
@@ -144,15 +107,6 @@ def test_file_system_without_locks_causes_a_warning(
     assert capsys.readouterr().err == (
         f"warning: the file system of {tmp_path / 'r'} has no locks: a second job in this run is not prevented\n"
     )
-
-
-def test_directory_that_cannot_be_created_is_reported(tmp_path: Path, alone: None) -> None:
-    (tmp_path / "r").write_text("a file")
-    with (
-        pytest.raises(UserError, match=r"run.dir = '.*File exists.*; choose another run.dir"),
-        RunDirectory(tiny(tmp_path, "r")).locked(),
-    ):
-        pass
 
 
 def hold_lock(folder: Path, seconds: float) -> str:

@@ -4,14 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, run, start, wait_for
+from tests.launching import ROOT, SMALL, descendants, free_port, losses, run, start, wait_for
 
 pytestmark = pytest.mark.slow  # real jobs, in sequence
 
@@ -51,9 +49,8 @@ def workers(launcher: int) -> list[int]:
     return descendants(launcher)[1:]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.every), 2])
-def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
-    variables = {"NPROC": str(processes)}
+def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    variables = {"NPROC": "2"}
     options = SMALL | {"training.steps": "50", "checkpoint.interval": "25", "training.seq_len": "128"}
     undisturbed = run(tmp_path, variables=variables, **options | {"run.name": "undisturbed"})
     assert undisturbed.returncode == 0, undisturbed.stderr
@@ -92,7 +89,7 @@ def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     assert first not in starts(tmp_path)  # the next launch is another run
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_signal_to_the_launcher_reaches_the_processes_and_sets_its_exit_code(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -121,20 +118,6 @@ def test_processes_that_exceed_the_shutdown_timeout_are_killed(tmp_path: Path) -
     assert "run.shutdown_timeout" in line
 
 
-def test_restarts_by_torchrun_require_a_run_name(tmp_path: Path) -> None:
-    options = [f"--{key}={value}" for key, value in SMALL.items()]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", str(ROOT / "recipes/pretrain.py"),
-    ]  # fmt: skip
-    env = environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "error: torchrun may restart this job (--max-restarts=1)" in done.stderr
-    assert "give --run.name so that a restart resumes the run" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
 def test_two_nodes_restart_together(tmp_path: Path) -> None:
     options = SMALL | {"training.steps": "120", "checkpoint.interval": "20"}
     shared = {

@@ -1,15 +1,16 @@
 """Signals to ranks: all stop after the same step, save it, and the resumed run equals an undisturbed one."""
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.faulty import WRITING, Fault
-from tests.faults.starting import Starter
+from tests.faults.faulty import WRITING, Fault, variables
+from tests.faults.starting import OPTIONS, Starter
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
-from tests.launching import ROOT, records
+from tests.launching import ROOT, descendants, records, start, wait_for
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,6 @@ from tests.launching import ROOT, records
         # Before the ranks exchange requests in step 3, where the loop has computed the learning rate of step 2; and after it, so
         # that step 4 is the last.
         ("SIGUSR1", 1, "titanlike.distributed.watchdog.Watchdog.step", 2, 3),
-        pytest.param("SIGINT", 0, "titanlike.distributed.watchdog.Watchdog.step", 2, 3, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 3, 4, marks=pytest.mark.slow),
     ],
 )
@@ -44,24 +44,6 @@ def test_signal_to_one_rank_stops_all(
     assert found.hashes[6] == undisturbed.hashes[6]
 
 
-@pytest.mark.slow
-def test_signal_during_a_save(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """Both the save in progress and that of the last step are committed."""
-    job = starter.start(
-        tmp_path,
-        Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, mark writing, sleep 1"),
-        Fault("torch.Tensor.backward", rank=0, step=3, do="await writing"),  # however slow the writing thread is
-    )
-    assert job.wait() == [143, 143], job.output
-    last = valid_steps(tmp_path / "runs/run/checkpoints")
-    assert last in ([2, 3], [2, 4])
-    assert f"stopped by SIGTERM; to resume from step {last[-1]}: " in job.output
-    assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).output
-    found = trained(tmp_path)
-    assert found.losses == undisturbed.losses
-    assert found.hashes[6] == undisturbed.hashes[6]
-
-
 def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(
         tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1))
@@ -81,14 +63,24 @@ def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp
 
 
 @pytest.mark.slow
-def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """As a scheduler does after its time limit."""
-    job = starter.start(
-        tmp_path,
-        Fault("titanlike.distributed.watchdog.Watchdog.step", rank=0, step=4, do="SIGTERM"),  # at the start of step 5
-        Fault(WRITING, "inside", rank=1, step=5),
-    )
-    assert job.wait_for_a_death()[1] == -9
-    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
-    assert "resumed at step 4\n" in resume(starter, tmp_path).output
-    assert_as_undisturbed(tmp_path, undisturbed)
+def test_second_ctrl_c_reaches_the_processes_of_a_launcher(tmp_path: Path) -> None:
+    stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1)]
+    options = OPTIONS | {"run.shutdown_timeout": "600"}
+    job = start(tmp_path, {"NPROC": "2", "OMP_NUM_THREADS": "1", **variables(*stuck)}, **options)
+    try:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"{rank}.mark", 120)
+        job.send_signal(signal.SIGINT)
+        time.sleep(2)
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=300)  # waits neither for the write nor for the shutdown timeout
+    finally:
+        if job.poll() is None:
+            for process in descendants(job.pid):
+                os.kill(process, signal.SIGKILL)
+            job.communicate()
+    assert job.returncode == 130
+    assert "press Ctrl-C again to exit at once\n" in errors
+    assert "stopped; to resume from step 2: titanlike train runs/run/recipe.toml\n" in errors
+    assert "Traceback" not in errors
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]

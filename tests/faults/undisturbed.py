@@ -1,7 +1,6 @@
 """Results of a run, and their comparison with an undisturbed run."""
 
 import hashlib
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,20 +80,3 @@ def resume(starter: Starter, folder: Path, *faults: Fault, **overrides: str) -> 
 def warnings_of(output: str) -> list[str]:
     """Returns the warnings of a job, but not that a rank is slow: other processes use the cores of the machine, too."""
     return [line for line in output.splitlines() if "warning" in line and "is slow" not in line]
-
-
-def copied(undisturbed: Trained, folder: Path) -> Path:
-    """Copies the finished run, to be damaged. Returns the directory of its checkpoints, of steps 2, 4 and 6."""
-    shutil.copytree(undisturbed.folder / "runs", folder / "runs")
-    return folder / "runs/run/checkpoints"
-
-
-def flip(path: Path) -> None:
-    """Flips one bit."""
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * 0.9)] ^= 1
-    path.write_bytes(content)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

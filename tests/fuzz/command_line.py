@@ -51,24 +51,6 @@ def run(program: Callable[[], object], argv: Sequence[str], folder: Path, variab
     return outcome
 
 
-def run_argparse(program: Callable[[], object], argv: Sequence[str], folder: Path) -> Outcome:
-    """Runs a program of argparse, which prints the usage before its error. The usage is left out."""
-
-    def without_usage() -> None:
-        try:
-            program()
-        except SystemExit:
-            assert isinstance(sys.stderr, io.StringIO)
-            lines = sys.stderr.getvalue().splitlines()
-            if lines and lines[0].startswith("usage: "):
-                sys.stderr.seek(0)
-                sys.stderr.truncate()
-                print("error:" + " ".join(lines).rpartition("error:")[2], file=sys.stderr)
-            raise
-
-    return run(without_usage, argv, folder, {})
-
-
 def assert_sentences(errors: str) -> None:
     """Every line is an error that can be printed; nothing else is."""
     lines = errors.splitlines()

@@ -14,8 +14,6 @@ from titanlike.checkpoint.store import manifest_hash
 from titanlike.config import UserError
 
 SECONDS = 10  # for one case, on a busy machine
-
-
 JUNK: list[Any] = [
     None, True, -1, 0, 3, 2**70, 1.5, 1e308, "", "9", "\0", "ü" * 300, [], {}, [[]], {"a": 1}, "../../etc/passwd", "nan", [None],
 ]  # fmt: skip

@@ -12,13 +12,20 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import pytest
 
 SEED = 0
 Case = Callable[[random.Random, Path], str | None]  # returns what happened, if it tells cases apart
 
-# Values of recipes, command lines and hardware files.
+# The parameter of a fuzz test: its first cases, and three times as many others.
+tiers = pytest.mark.parametrize(
+    "further", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "further"]
+)
+
+# Values of recipes and command lines.
 HUGE = "9" * 5000
 ODD_TEXT = (
     "", " ", "\t", "\n", "a\nb", "x" * 300, "y" * 70_000, "é", "\u0301", "²", "٣", "\u2028", "\u202e", "\x7f", "\x1b[2J",
@@ -37,10 +44,10 @@ def run_case(case: Case, seed: int, number: int) -> str:
         return case(random.Random(f"{case.__name__} {seed} {number}"), Path(folder)) or "passed"
 
 
-def run_cases(case: Case, numbers: Iterable[int]) -> Counter[str]:
+def run_cases(case: Case, count: int, further: bool) -> Counter[str]:
     """Returns how often each thing happened. An error has the command that repeats its case."""
     found: Counter[str] = Counter()
-    for number in numbers:
+    for number in range(count, 4 * count) if further else range(count):
         try:
             found[run_case(case, SEED, number)] += 1
         except BaseException as error:

@@ -4,7 +4,6 @@ The damage is random, with a seed in each test. It is applied to copies of valid
 """
 
 import functools
-import json
 import os
 import random
 import shutil
@@ -13,21 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 
 from tests.checkpoints import small_model
-from tests.fuzz.damage import cut, damage, empty, extend, flip, noise, refused_or
-from tests.launching import ROOT
+from tests.fuzz.damage import damage, refused_or
 from tests.training import tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
-from titanlike.checkpoint.loader import read_whole
 from titanlike.config.sections import Checkpoint, Data
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.batches.packed_dataset import PackedDataset
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.shard_writer import ShardWriter
-from titanlike.data.tokens.shards import Manifest, Shards
+from titanlike.data.tokens.shards import Manifest
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run import run_dir
 from titanlike.run.changes import check_resume
@@ -39,9 +34,6 @@ def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out fsync and git, which take most of the time and have no part in what is tested."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(run_dir, "_git", lambda *_: None)
-
-
-# Damage to files.
 
 
 def copy_of(folder: Path, copy: Path) -> Path:
@@ -99,11 +91,11 @@ def resume(folder: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, part: int) -> None:
-    random_ = random.Random(part)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, seed: int) -> None:
+    random_ = random.Random(seed)
     outcomes: list[Any] = []
-    for _ in range(110):
+    for _ in range(50):
         folder = copy_of(saved, tmp_path / "copy")
         (folder / "shared/owner.json").write_text(
             (folder / "shared/owner.json").read_text().replace(str(saved), str(folder))
@@ -113,22 +105,7 @@ def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, pa
         outcomes.append(refused_or(functools.partial(resume, folder), done))
     steps = [outcome for outcome in outcomes if isinstance(outcome, int)]
     assert {2, 3} <= set(steps) <= {0, 1, 2, 3}
-    assert 20 < len(steps) < 110
-
-
-def test_damaged_checkpoints_are_not_read_as_other_values(saved: Path, tmp_path: Path) -> None:
-    """Without a manifest, damage to values is not noticed; all others are."""
-    random_ = random.Random(7)
-    for _ in range(60):
-        step = copy_of(saved / "shared/step-00000003", tmp_path / "copy")
-        done = damage(step, random_)
-
-        def read(step: Path = step) -> Any:
-            tensors = read_whole(step)
-            return {name: tuple(value.shape) for name, value in tensors["model"].items()}
-
-        found = refused_or(read, done)
-        assert isinstance(found, str) or "flip" in done or found == {"weight": (4, 4), "bias": (4,)}, done
+    assert 10 < len(steps) < 50
 
 
 # Data.
@@ -174,7 +151,7 @@ def test_damaged_token_shards(tmp_path: Path) -> None:
     copy_of(tmp_path / "shards", copy)
     expected = read_all(data)
     read = refused = 0
-    for _ in range(180):
+    for _ in range(60):
         copy_of(tmp_path / "shards", copy)
         done = damage(copy, random_)
         found = refused_or(lambda: read_all(data), done)
@@ -184,53 +161,4 @@ def test_damaged_token_shards(tmp_path: Path) -> None:
         read += 1
         # The same tokens, or data that a resume distinguishes; the fingerprint covers all of so small training data.
         assert found == expected or found[0] != expected[0] or "validation" in done, done
-    assert read > 3 and refused > 80
-
-
-def test_a_shard_that_is_damaged_while_it_is_read(tmp_path: Path) -> None:
-    random_ = random.Random(4)
-    write_shards(tmp_path / "shards")
-    for _ in range(40):
-        folder = copy_of(tmp_path / "shards", tmp_path / "copy")
-        shards = Shards(str(folder), tokenizer=build_tokenizer(Section()))
-        dataset = PackedDataset(shards, 16)
-        dataset.read(np.arange(3))
-        name = random_.choice(sorted(path.name for path in folder.glob("train-*")))
-        change = random_.choice([cut, empty, noise, extend, flip])
-        change(folder / name, random_)
-
-        def read(dataset: PackedDataset = dataset) -> int:
-            return len(dataset.read(np.arange(dataset.num_sequences))[0])
-
-        found = refused_or(read, f"{change.__name__} {name}")
-        assert isinstance(found, str) or found == dataset.num_sequences
-
-
-def test_damaged_tokenizer_files(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
-    random_ = random.Random(5)
-    worked = 0
-    for _ in range(100):
-        copy = copy_of(folder, tmp_path / "copy")
-        done = damage(copy, random_)
-
-        def encode(copy: Path = copy) -> bool:
-            built = build_tokenizer(Section(encoding=str(copy / "tokenizer.json")), 320)
-            tokens, _ = built.document("some text", "a prompt")
-            return int(tokens.max()) < built.vocab_size and isinstance(built.decode(tokens.tolist()), str)
-
-        found = refused_or(encode, done)
-        worked += found is True
-        assert isinstance(found, str) or found, done
-    assert 10 < worked < 100
+    assert read and refused > 20

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import titanlike.optim.schedule  # noqa: F401  imports torch, before time is measured
 from tests.fuzz import harness
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
@@ -22,7 +20,6 @@ from titanlike.tools.migration.formats import convert
 from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
 from titanlike.tools.migration.torchtitan_keys import KEYS
 
-CHUNK = 150  # cases of one test
 VALUES: list[Any] = [
     *(0, 1, 2, 3, 8, -1, -5, 10**6, 10**12, 10**20, 0.5, 1e-9, 1e300, True, False, "", "x", "layers.1", "op", "2", "1", "full"),
     *("none", "c4", "\n[run]\nseed = 5", "é\u2028", [], ["x\n"], ["float8"], ["output"], [["layers.0"], ["layers.1"]], [1]),
@@ -107,9 +104,9 @@ def foreign_job(rng: random.Random, folder: Path) -> str:
     return job.program
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_jobs_become_recipes_or_are_refused(chunk: int) -> None:
-    found = harness.run_cases(foreign_job, range(chunk * CHUNK, (chunk + 1) * CHUNK))
+@harness.tiers
+def test_jobs_become_recipes_or_are_refused(further: bool) -> None:
+    found = harness.run_cases(foreign_job, 50, further)
     assert {"refused", "Megatron-LM", "torchtitan 0.2", "torchtitan 0.3"} <= found.keys()
 
 

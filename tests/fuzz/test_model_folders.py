@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.fuzz import harness
@@ -35,7 +34,6 @@ from titanlike.models.registry import build_model
 from titanlike.tools.migration.formats import import_recipe
 from titanlike.tools.programs import load_known
 
-CHUNK = 50
 CPU_LIMIT = 5.0  # seconds of a case: building the model and reading the weights takes most of it
 # What Python says, and not a person.
 RAW = re.compile(
@@ -250,9 +248,9 @@ def model_folder(rng: random.Random, root: Path) -> str:
     return "accepted" if message is None else "refused"
 
 
-@pytest.mark.parametrize("first", range(0, 200, CHUNK))
-def test_random_folders_are_accepted_or_refused_in_a_sentence(first: int) -> None:
-    found = harness.run_cases(model_folder, range(first, first + CHUNK))
+@harness.tiers
+def test_random_folders_are_accepted_or_refused_in_a_sentence(further: bool) -> None:
+    found = harness.run_cases(model_folder, 40, further)
     assert found.keys() == {"accepted", "refused"}
 
 

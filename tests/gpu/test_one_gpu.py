@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, records, run
-from tests.losses import weight_gradient_errors
+from tests.loss_errors import weight_gradient_errors
 from titanlike.parallelisms.context import prefix_attention
 from titanlike.tools.null_gpu.values import compare_values
 

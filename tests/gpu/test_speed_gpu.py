@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.shrunk import STEPS, WARM, before_each_step, small
 from titanlike.models.common.layers import attention_backend
 from titanlike.tools.null_gpu.values import compare_values

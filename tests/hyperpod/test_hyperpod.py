@@ -1,6 +1,6 @@
 """`titanlike launch kubernetes --kind hyperpod` beside AWS's own packages. Requires them:
 
-pip install --no-deps sagemaker-hyperpod hyperpod-elastic-agent && pip install "torch<2.12" fastapi uvicorn psutil
+pip install --no-deps sagemaker-hyperpod hyperpod-elastic-agent && pip install fastapi uvicorn psutil
 pytest -n 0 -m slow tests/hyperpod
 """
 
@@ -74,6 +74,15 @@ def test_instance_types_have_the_published_gpus_and_interfaces() -> None:
     }
 
 
+# The agent defines an option of torchrun that torch has, too, since version 2.12.
+PROGRAM = """
+import argparse, runpy, sys
+argparse._ActionsContainer._handle_conflict_error = argparse._ActionsContainer._handle_conflict_resolve
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 class Agent:
     """HyperPod's agent of one pod, and its operator, as which this test speaks to it."""
 
@@ -82,7 +91,7 @@ class Agent:
         agent, *arguments = command
         settings = [f"--server-port={self.port}", f"--rdzv-conf=resource_config_dir={folder}/agent{rank}"]
         self.process = subprocess.Popen(
-            [str(Path(sys.executable).parent / agent), *settings, *arguments], cwd=folder,
+            [sys.executable, "-c", PROGRAM, str(Path(sys.executable).parent / agent), *settings, *arguments], cwd=folder,
             env=environment(NNODES="2", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
         )  # fmt: skip
 

@@ -12,8 +12,6 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, num_layers=4, max_seq_len=96)
-
-
 ITEMS: dict[str, list[dict[str, Any]]] = {
     "hellaswag": [
         dict(activity_label="Cooking", ctx_a="A cook  waits [sic].", ctx_b="the pan",
@@ -24,8 +22,6 @@ ITEMS: dict[str, list[dict[str, Any]]] = {
     "piqa": [dict(goal="Open a jar", sol1="turn the lid", sol2="break it", label=1)] * 5,
     "lambada": [dict(text="one two three"), dict(text="a very long text " * 20 + "end")],
 }  # fmt: skip
-
-
 TEXTS = ["first document", "zweites mit Ümläuten 漢字", "x" * 150, "the last one"]
 
 

@@ -3,10 +3,9 @@
 import dataclasses
 import io
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 import torch
 
 from tests.interop.models import LLAMA, export_model, model_of
+from tests.launching import Cli
 from tests.pool import Ranks
 from tests.training import tiny, train
 from titanlike.distributed import launch_config, process_group
-from titanlike.models.moe.config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.moe.config import Qwen3MoeConfig
 from titanlike.run.checks import check_machine
-from titanlike.tools.cli import main as program
 from titanlike.tools.programs import load_known
 
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
@@ -36,139 +35,99 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """Restores the handler of Ctrl-C that programs set."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: object, text: str = "") -> None:
-    """Runs a command in this process."""
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in launch_config.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPROC", "1")
-    monkeypatch.setattr(sys, "argv", ["titanlike", *map(str, arguments)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-    program.main()
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Returns the error message of a command."""
-    with pytest.raises(SystemExit) as stopped:
-        command(monkeypatch, *arguments)
-    assert stopped.value.code == 2
-    found = capsys.readouterr()
-    assert not found.out
-    lines = found.err.splitlines()
-    assert len(lines) == 1 or lines[0].startswith("usage:")
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Returns a function that sets the standard input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def refusal(cli: Cli, *words: object) -> str:
+    """Returns the error message of a command, which may follow its usage."""
+    printed = cli(*words, code=2)
+    lines = printed.err.splitlines()
+    assert not printed.out and (len(lines) == 1 or lines[0].startswith("usage:"))
     return lines[-1]
 
 
-def test_prompts_from_arguments_a_file_and_standard_input(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_from_arguments_a_file_and_standard_input(folder: Path, typed: Callable[[str], None], cli: Cli) -> None:
     options = ("--tokens", 12, "--seed", 5)
-    command(
-        monkeypatch,
-        "generate",
-        folder / "hf",
-        "--prompt",
-        "zero",
-        "--prompts",
-        folder / "prompts.txt",
-        *options,
-        "--json",
-    )
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    prompts = ("--prompt", "zero", "--prompts", folder / "prompts.txt")
+    printed = cli("generate", folder / "hf", *prompts, *options, "--json").out
+    lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["prompt"] for line in lines] == ["zero", "one", "two"]
     assert len({line["text"] for line in lines}) == 3
-    command(monkeypatch, "generate", folder / "hf", *options, text="zero\n")
-    assert capsys.readouterr().out == f"zero{lines[0]['text']}\n"
-    command(monkeypatch, "generate", folder / "hf", "--prompts", "-", *options, "--batch-size", 1, text="zero\none\n")
-    assert capsys.readouterr().out.startswith(f"[1 of 2]\nzero{lines[0]['text']}\n\n[2 of 2]\none{lines[1]['text']}\n")
+    typed("zero\n")
+    assert cli("generate", folder / "hf", *options).out == f"zero{lines[0]['text']}\n"
+    typed("zero\none\n")
+    printed = cli("generate", folder / "hf", "--prompts", "-", *options, "--batch-size", 1).out
+    assert printed.startswith(f"[1 of 2]\nzero{lines[0]['text']}\n\n[2 of 2]\none{lines[1]['text']}\n")
 
 
 def test_one_of_several_processes_reads_standard_input(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: Callable[[str], None], cli: Cli
 ) -> None:
     monkeypatch.setattr(process_group, "is_main", lambda: False)
-    with pytest.raises(SystemExit):
-        command(monkeypatch, "generate", folder / "hf", "--prompts", "-", text="zero\none\n")
-    assert capsys.readouterr().err == "error: - has no prompts; give one in each line\n"
+    typed("zero\none\n")
+    assert refusal(cli, "generate", folder / "hf", "--prompts", "-") == "error: - has no prompts; give one in each line"
     assert sys.stdin.read() == "zero\none\n"
 
 
-def test_figures_as_text_and_as_json(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_as_text_and_as_json(folder: Path, cli: Cli) -> None:
     what = ("--task", folder / "piqa.jsonl", "--data", folder / "text.txt", "--seq-len", 32)
-    command(monkeypatch, "evaluate", folder / "hf", *what)
-    text = capsys.readouterr().out
-    command(monkeypatch, "evaluate", folder / "hf", *what, "--json")
-    results = json.loads(capsys.readouterr().out)["results"]
+    text = cli("evaluate", folder / "hf", *what).out
+    results = json.loads(cli("evaluate", folder / "hf", *what, "--json").out)["results"]
     assert results.keys() == {"piqa", "text"}
     assert results["text"]["bytes"] == (folder / "text.txt").stat().st_size
     assert f"text: loss {results['text']['loss']:.4f}  perplexity" in text
     assert f"piqa: acc {results['piqa']['acc']:.4f}  acc_norm" in text
 
 
-@pytest.mark.parametrize("kind", [Qwen3MoeConfig, MixtralConfig], ids=["qwen3_moe", "mixtral"])
-def test_a_run_with_experts_and_its_export_have_the_same_results(
-    kind: Any, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = kind(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=16, num_experts=4, balance_loss=0.01)
+def test_a_run_with_experts_and_its_export_have_the_same_results(ranks: Ranks, tmp_path: Path, cli: Cli) -> None:
+    model = Qwen3MoeConfig(
+        dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=16, num_experts=4, balance_loss=0.01
+    )
     options: dict[str, Any] = dict(training=dict(steps=4), schedule=dict(warmup_steps=2), validation=dict(interval=0))
     train(ranks(1), tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32"), **options))
-    command(monkeypatch, "export", tmp_path / "run", tmp_path / "hf")
+    cli("export", tmp_path / "run", tmp_path / "hf")
     (tmp_path / "text.txt").write_text("some text to evaluate " * 5)
-    capsys.readouterr()
     outputs = []
     for source in ("run", "run/hf", "hf"):
-        command(monkeypatch, "generate", tmp_path / source, "--prompt", "def ", "--tokens", 12, "--seed", 5)
-        text = capsys.readouterr().out
-        what = ("--data", tmp_path / "text.txt", "--seq-len", 32, "--json")
-        command(monkeypatch, "evaluate", tmp_path / source, *what)
-        outputs.append((text, json.loads(capsys.readouterr().out)["results"]))
+        text = cli("generate", tmp_path / source, "--prompt", "def ", "--tokens", 12, "--seed", 5).out
+        evaluated = cli("evaluate", tmp_path / source, "--data", tmp_path / "text.txt", "--seq-len", 32, "--json").out
+        outputs.append((text, json.loads(evaluated)["results"]))
     assert len(outputs[0][0]) > len("def \n") and outputs[0][1]["text"]["loss"] > 0
     assert outputs[0] == outputs[1] == outputs[2]
     # The recipe of an import has the model of the folder. The coefficient of the auxiliary loss is the recipe's own.
-    command(monkeypatch, "import", tmp_path / "hf", tmp_path / "next.toml")
+    cli("import", tmp_path / "hf", tmp_path / "next.toml")
     options = {"model.balance_loss": "0.02", "run.dir": str(tmp_path), "data.source": "synthetic"}
     recipe = load_known(tmp_path / "next.toml", options)
     assert recipe.model == dataclasses.replace(model, balance_loss=0.02)
     check_machine(recipe)
 
 
-def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Parity is tested in the pool; this is the start of the processes."""
     started: list[Any] = []
     monkeypatch.setattr("titanlike.distributed.torchrun.torchrun", lambda *arguments: started.append(arguments) or 0)
-    for arguments in (
-        ["generate", str(folder / "hf"), "--prompt", "a"],
-        ["evaluate", "hf", "--data", str(folder / "text.txt")],
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            monkeypatch.setenv("NPROC", "2")
-            monkeypatch.setattr(sys, "argv", ["titanlike", *arguments])
-            program.main()
-        assert stopped.value.code == 0
+    monkeypatch.setenv("NPROC", "2")
+    evaluated = str(folder / "text.txt")
+    for arguments in (["generate", str(folder / "hf"), "--prompt", "a"], ["evaluate", "hf", "--data", evaluated]):
+        cli(*arguments)
         config, words, _ = started.pop()
         assert config.world_size == 2
         assert words == ["-m", "titanlike.tools.cli.main", *arguments]
 
 
-def test_mistakes_are_reported_in_a_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_reported_in_a_sentence(folder: Path, cli: Cli) -> None:
     (folder / "empty").mkdir()
     task = folder / "piqa.jsonl"
     for arguments, message in (
-        (
-            ("generate", folder / "hf", "--prompt", "x" * 64),
-            "prompt 1 has 64 tokens, but the context of the model is 64 tokens",
-        ),
         (("generate", folder / "empty", "--prompt", "a"), "contains no checkpoint and no config.json"),
         (("generate", folder / "hf", "--prompt", "a", "--stop", ""), "--stop: the text is empty"),
         (("generate", folder / "hf", "--prompt", "a", "--top-p", "2"), "expected a number from 1e-09 to 1, got '2'"),
@@ -176,28 +135,17 @@ def test_mistakes_are_reported_in_a_sentence(
         (("generate", folder / "hf", "--prompt", "a", "--step", "3"), "which has no steps; omit --step"),
         (("evaluate", folder / "hf"), "there is nothing to evaluate; give --data or --task"),
         (("evaluate", folder / "hf", "--task", folder / "text.txt"), "text.txt, line 1: not an item of a task"),
-        (("evaluate", folder / "hf", "--data", "a" * 300), "--data.0: is too long for a path; use at most 1024 bytes"),
         (("evaluate", folder / "hf", "--data", "nowhere"), "--data: 'nowhere' does not exist"),
-        (("evaluate", folder / "empty", "--data", task), "contains no checkpoint and no config.json"),
         (
             ("evaluate", folder / "hf", "--data", task, "--seq-len", 65),
-            "--seq-len 65: use 2 to 64 tokens, the context of the model",
+            "--seq-len 65: use 2 to 64 tokens, the context of",
         ),
-        (
-            ("evaluate", folder / "hf", "--data", task, "--seq-len", 1),
-            "--seq-len 1: use 2 to 64 tokens, the context of",
-        ),
-        (
-            ("evaluate", folder / "hf", "--data", folder / "text.txt", "--tensor", 3),
-            "--tensor = 3 does not divide the 1 processes",
-        ),
+        (("evaluate", folder / "hf", "--data", task, "--tensor", 3), "--tensor = 3 does not divide the 1 processes"),
     ):
-        assert message in refusal(monkeypatch, capsys, *arguments), arguments
+        assert message in refusal(cli, *arguments), arguments
 
 
-def test_weights_that_are_not_finite_are_reported_in_a_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_not_finite_are_reported_in_a_sentence(folder: Path, tmp_path: Path, cli: Cli) -> None:
     model = model_of(CONFIG)
     with torch.no_grad():
         model.get_parameter("norm.weight")[3] = torch.nan
@@ -208,21 +156,27 @@ def test_weights_that_are_not_finite_are_reported_in_a_sentence(
         ("evaluate", hf, "--task", folder / "piqa.jsonl", "--json"),
         ("evaluate", hf, "--data", folder / "text.txt"),
     ):
-        message = (
-            "error: the model computes NaN or infinity; restore its weights or, if they are finite, compute in float32"
+        found = refusal(cli, *arguments)
+        assert found.startswith("error: the model computes NaN or infinity; restore its weights or, if they are"), (
+            arguments
         )
-        assert refusal(monkeypatch, capsys, *arguments) == message, arguments
 
 
-def test_the_harness_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_harness_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'titanlike[eval]'" in refusal(monkeypatch, capsys, "lm_eval", "--help")
+    assert "pip install 'titanlike[eval]'" in refusal(cli, "lm_eval", "--help")
 
 
 def test_help_imports_no_torch() -> None:
-    code = "import sys; sys.argv = ['titanlike', sys.argv[1], '--help']; from titanlike.tools.cli.main import main\n"
-    code += "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules"
-    for name in ("generate", "evaluate"):
-        subprocess.run([sys.executable, "-c", code, name], check=True, stdout=subprocess.DEVNULL)
+    code = """
+import sys
+from titanlike.tools.cli.main import main
+
+for name in ("generate", "evaluate"):
+    sys.argv = ["titanlike", name, "--help"]
+    try:
+        main()
+    except SystemExit:
+        assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

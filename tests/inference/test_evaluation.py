@@ -226,20 +226,10 @@ def _evaluate_state(section: Evaluation, state: dict[str, torch.Tensor]) -> dict
 
 
 BAD_LINES = [
-    ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "label": 0}', "line 1: no field 'endings'"),
     ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": "1"}', "'1' is not the index of one"),
-    ('{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": "de", "label": 0}', "choices are not a list of texts"),
-    ('{"activity_label": null, "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": 0}', "activity_label is not a text"),
-    ('{"question": null, "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "A"}', "question is not a text"),
-    ('{"question": "a", "choices": {"text": "bc", "label": ["A", "B"]}, "answerKey": "A"}', "choices are not a list of texts"),
-    ('{"goal": "a", "sol1": 3, "sol2": "c", "label": 0}', "sol1 is not a text"),
     ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0.7}', "0.7 is not the index of one of 2 choices"),
     ('{"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "C"}', "answerKey = 'C' is not one of"),
-    ('{"question": "a", "choices": [1], "answerKey": "C"}', "line 1: not an item of the format arc"),
     ('{"text": "a b"}\n{"goal": ""}', "line 2: no field 'text', which the format lambada of this file requires"),
-    ('{"text": ""}', "text does not end in a word"),
-    ('{"prompt": ""}', "not an item of a task: it has none of the fields ctx_a .hellaswag., question"),
-    ("[1]", "not an object"),
     ("{", "not an item of a task"),
     ("", "has no items"),
 ]  # fmt: skip
@@ -256,14 +246,9 @@ def test_a_file_that_is_not_a_task_is_refused(lines: str, message: str, tmp_path
 
 
 def test_contradictions_of_the_section_are_refused(tmp_path: Path) -> None:
-    assert not [*Evaluation().problems()]
     one = Evaluation(tasks=("a.jsonl",), interval=1)
-    assert not [*one.problems()]
-    for section, message in (
-        (dataclasses.replace(one, data=("other/a.txt",)), "2 files of evaluation have the name 'a'"),
-        (Evaluation(interval=5), "there is nothing to evaluate"),
-    ):
-        [problem] = section.problems()
-        assert message in problem
+    assert not [*Evaluation().problems(), *one.problems()]
+    [problem] = dataclasses.replace(one, data=("other/a.txt",)).problems()
+    assert "2 files of evaluation have the name 'a'" in problem
     missing = [*evaluation_files(dataclasses.replace(one, data=(str(tmp_path / "none.txt"),)))]
     assert len(missing) == 2 and "none.txt' does not exist" in missing[0] and "a.jsonl cannot be read" in missing[1]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,9 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
     return CachedLogits(model, mesh, max_new_tokens=count, max_length=config.max_seq_len, device=CPU)
 
 
-@pytest.mark.parametrize(
-    "name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "OLMo-2", "Mixtral", "DeepSeek-V2", "GPT-OSS"]
-)
+@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 3", "DeepSeek-V2", "GPT-OSS"])
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
-    config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
+    config, mesh, count = CONFIGS[name], build_mesh("cpu"), 16
     model = model_of(config)
     prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
     alone_each = [
@@ -61,17 +60,6 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
     )
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2", "DeepSeek-V3", "GPT-OSS"])
-def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alone: None) -> None:
-    config = CONFIGS[name]
-    model = model_of(config)
-    prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
-    with cached(model, build_mesh("cpu"), config, 1) as next_logits, torch.no_grad():
-        found = next_logits(prompts)
-    for prompt, logits in zip(prompts, found, strict=True):
-        torch.testing.assert_close(logits, model(torch.tensor([prompt]))[0, -1].detach(), rtol=1e-4, atol=1e-4)
-
-
 def test_the_cache_is_not_longer_than_the_context(alone: None) -> None:
     config = dataclasses.replace(CONFIGS["grouped-query"], max_seq_len=64)  # type: ignore[type-var]
     model, mesh = model_of(config), build_mesh("cpu")
@@ -87,33 +75,6 @@ def test_the_cache_is_not_longer_than_the_context(alone: None) -> None:
     assert any(texts)
 
 
-def document_masks(model: nn.Module) -> list[DocumentMask]:
-    return [module for module in model.modules() if isinstance(module, DocumentMask)]
-
-
-@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3", "DeepSeek-V3", "DeepSeek-V2-Lite", "GPT-OSS"])
-def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
-    config = CONFIGS[name]
-    if "Gemma" in name:
-        config = dataclasses.replace(config, sliding_window=4)  # type: ignore[type-var]
-    model, tokens = model_of(config), torch.arange(24).view(2, 12)
-    masks = document_masks(model)
-    with torch.no_grad():
-        expected = model(tokens)
-        with apply_kv_cache(blocks(model), batch_size=2, max_length=12, document_masks=masks) as cache:
-            cache.start()
-            parts = [
-                model(tokens[:, first:end], position_ids=torch.arange(first, end)[None])
-                for first, end in ((0, 5), (5, 9), (9, 10), (10, 12))
-            ]
-            caches = [module.cache for module in model.modules() if isinstance(module, CachedAttention)]
-        if "DeepSeek" in name:  # the latent vector of each token, and the key that is rotated
-            shape = (2, 1, 12, config.kv_lora_rank + config.qk_rope_head_dim)  # type: ignore[attr-defined]
-            assert [[one.shape for one in cache or ()] for cache in caches] == [[shape]] * config.num_layers
-        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(model(tokens), expected)  # the model is as before
-
-
 def test_misuse_of_the_cache_is_reported() -> None:
     config = CONFIGS["grouped-query"]
     model = model_of(config)
@@ -122,13 +83,9 @@ def test_misuse_of_the_cache_is_reported() -> None:
     too_small = "holds 1 sequences of 4 tokens, not 1 of 5; apply a larger one"
     with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match=too_small):
         model(torch.zeros(1, 5, dtype=torch.long))
-    with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match="document_ids"):
-        model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
-    masks = document_masks(model)
-    with (
-        apply_kv_cache(blocks(model), batch_size=1, max_length=4, document_masks=masks),
-        pytest.raises(UserError, match="document_ids"),
-    ):
+    masks = [module for module in model.modules() if isinstance(module, DocumentMask)]
+    options: dict[str, Any] = dict(batch_size=1, max_length=4, document_masks=masks)
+    with apply_kv_cache(blocks(model), **options), pytest.raises(UserError, match="document_ids"):
         model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
 
 
@@ -140,9 +97,9 @@ def _generated(name: str) -> list[str]:
     tokenizer = byte_tokenizer()
     texts = []
     for sampling in (Sampling(), Sampling(0.9, 50, 0.95)):
-        with cached(model, mesh, config, 30) as next_logits:
+        with cached(model, mesh, config, 12) as next_logits:
             texts += generate(
-                next_logits, [tokenizer.opening(prompt) for prompt in PROMPTS], tokenizer, sampling, max_new_tokens=30, seed=3
+                next_logits, [tokenizer.opening(prompt) for prompt in PROMPTS], tokenizer, sampling, max_new_tokens=12, seed=3
             )  # fmt: skip
     return texts
 
@@ -179,7 +136,7 @@ def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alon
 
     # As many tokens as the tokenizer has: transformers may choose the others.
     config = dataclasses.replace(CONFIGS[name], vocab_size=257)  # type: ignore[type-var]
-    model, count = model_of(config), 60
+    model, count = model_of(config), 24
     folder = export_model(model, config, tmp_path / "hf")
     reference, reference_tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer = byte_tokenizer()
@@ -213,16 +170,7 @@ def reference_probs(logits: list[float], temperature: float, top_k: int, top_p: 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (1.0, 5, 1.0),
-        (1.0, 0, 0.6),
-        (2.0, 7, 0.8),
-        (1.0, 1, 1.0),
-        (1.0, 0, 1e-6),
-        (1.0, 999, 0.9),
-    ],
+    [(0.5, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.6), (2.0, 7, 0.8), (1.0, 0, 1e-6), (1.0, 999, 0.9)],
 )
 def test_top_k_and_top_p_equal_a_plain_reference(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 2
@@ -290,13 +238,8 @@ def test_streamed_text_has_no_half_characters(alone: None) -> None:
 
 def test_bytes_that_are_no_text_do_not_hold_back_what_follows() -> None:
     stream = TextStream(byte_tokenizer(), [65])
-    assert [stream.add(byte) for byte in (0xFF, 0xFF, 0xFF, 0xFF, 0x61)] == [
-        "",
-        "",
-        "",
-        "\ufffd",
-        "\ufffd\ufffd\ufffda",
-    ]
+    found = [stream.add(byte) for byte in (0xFF, 0xFF, 0xFF, 0xFF, 0x61)]
+    assert found == ["", "", "", "\ufffd", "\ufffd\ufffd\ufffda"]
 
 
 def test_stop_strings_across_tokens(alone: None) -> None:
@@ -315,9 +258,7 @@ def test_ends_of_a_sequence(alone: None) -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     check_prompts([[1] * 7], 8)
-    with pytest.raises(
-        UserError, match=r"prompt 2 has 8 tokens, but the context of the model is 8 .* to 7 tokens or less"
-    ):
+    with pytest.raises(UserError, match=r"prompt 2 has 8 tokens, but the context of the model is 8 .* to 7 tokens"):
         check_prompts([[1], [1] * 8], 8)
 
 

@@ -24,13 +24,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are 
     ("kind", "size", "parameters"),
     [
         (BertConfig, "base", 109_514_298),
-        (BertConfig, "large", 335_174_458),
         (ModernBertConfig, "base", 149_655_232),
-        (ModernBertConfig, "large", 395_881_664),
         (T5Config, "small", 76_961_152),
         (T5Config, "base", 247_577_856),
-        (T5Config, "large", 783_150_080),
-        (T5Config, "xl", 2_849_757_184),
         (T5Config, "xxl", 11_135_332_352),
         (GptOssConfig, "20B", 20_914_757_184),
         (GptOssConfig, "120B", 116_829_156_672),
@@ -62,9 +58,7 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
     assert_equal_weights(folder, model, config)
     # A decoder that is not tied would be another model.
     changed_tensors(folder, lambda tensors: tensors["cls.predictions.decoder.weight"][3, 5].add_(1.0))
-    with pytest.raises(
-        UserError, match=r"but cls\.predictions\.decoder\.weight differs from bert\.embeddings\.word_emb"
-    ):
+    with pytest.raises(UserError, match=r"but cls\.predictions\.decoder\.weight differs from"):
         open_weights(folder)
 
 
@@ -74,23 +68,13 @@ def test_a_published_folder_of_bert(tmp_path: Path) -> None:
         # The first three are keys that an export does not have, or has as an empty list.
         (CONFIGS["Qwen2"], {"use_mrope": True}, "use_mrope = True is not supported; only False is"),
         (CONFIGS["Qwen3-MoE"], {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
-        (
-            CONFIGS["Gemma 3"],
-            {"use_bidirectional_attention": True},
-            "use_bidirectional_attention = True is not supported",
-        ),
-        (MODERNBERT, {"norm_bias": True}, "norm_bias = True is not supported; only False is"),
+        (CONFIGS["Gemma 3"], {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         (MODERNBERT, {"layer_types": ["sliding_attention"] * 5}, "layer_types = .* has no fixed pattern"),
-        (
-            MODERNBERT,
-            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-            "the RoPE type 'yarn' is not supported",
-        ),
+        (MODERNBERT, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "the RoPE type 'yarn' is not supported"),
         (T5, {"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
         (T5, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
-        (T5, {"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
     ],
-)
+)  # fmt: skip
 def test_what_is_of_no_family_is_refused(config: Any, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         config.from_hugging_face(config.to_hugging_face() | change)

@@ -25,7 +25,6 @@ LAYOUTS = {
     "TP-FSDP": (4, Parallelism(tensor=2)),
     "PP": (2, Parallelism(pipeline=2)),
     "FSDP": (2, Parallelism()),
-    "EP-FSDP": (4, Parallelism(expert=2)),
     "EP-TP": (4, Parallelism(tensor=2, expert=2)),
 }
 
@@ -82,18 +81,9 @@ def test_a_resumed_run_does_without_the_weights_it_started_from(tmp_path: Path) 
     [
         ("TP-FSDP", "Llama 3.2"),
         ("PP", "GPT-2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("TP-FSDP", "GPT-2"),
-                ("TP-FSDP", "Phi-3"),
-                ("TP-FSDP", "Qwen3"),
-                ("EP-TP", "Qwen3-MoE"),
-                ("EP-FSDP", "Qwen3-MoE"),
-                ("PP", "Qwen3-MoE"),
-                ("FSDP", "Llama 3.2"),
-            )
-        ),
+        pytest.param("TP-FSDP", "Phi-3", marks=pytest.mark.slow),
+        pytest.param("EP-TP", "Qwen3-MoE", marks=pytest.mark.slow),
+        pytest.param("FSDP", "Llama 3.2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_starts_from_a_folder_under_any_layout(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
@@ -149,18 +139,10 @@ def test_another_model_is_refused_before_the_start_and_on_all_ranks(ranks: Ranks
 def test_experts_may_be_trained_with_another_auxiliary_loss(tmp_path: Path) -> None:
     config: Any = CONFIGS["Qwen3-MoE"]
     export_model(model_of(config), config, tmp_path / "hf")
-    for changes, message in (
-        (dict(num_experts=12), r"^checkpoint.initial = '.*/hf' has num_experts = 6, but model.num_experts = 12; .*$"),
-        (dict(normalize_router=False), r"^checkpoint.initial = '.*/hf' has normalize_router = True, but .*$"),
-        (dict(balance_bias_rate=1e-3), r"^checkpoint.initial = '.*/hf' has balance_bias_rate = 0.0, but .*$"),
-        (dict(balance_loss=0.1), ""),
-    ):
-        recipe = recipe_from(tmp_path, tmp_path / "hf", "run", model=replace(config, vocab_size=301, **changes))
-        if message:
-            with pytest.raises(UserError, match=message):
-                check_machine(recipe)
-        else:
-            check_machine(recipe)
+    check_machine(recipe_from(tmp_path, tmp_path / "hf", "run", model=replace(config, balance_loss=0.1)))
+    biased = recipe_from(tmp_path, tmp_path / "hf", "run", model=replace(config, balance_bias_rate=1e-3))
+    with pytest.raises(UserError, match=r"^checkpoint.initial = '.*/hf' has balance_bias_rate = 0.0, but .*$"):
+        check_machine(biased)
 
 
 def test_options_without_an_equivalent_are_refused_before_training(tmp_path: Path) -> None:
@@ -168,11 +150,6 @@ def test_options_without_an_equivalent_are_refused_before_training(tmp_path: Pat
     check_recipe(tiny(tmp_path, "run", model=model), 1)
     with pytest.raises(UserError, match=r"^checkpoint.export: model.router_scale = 2.5 has no equivalent in Qwen3Moe"):
         check_recipe(tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32")), 1)
-    with pytest.raises(
-        UserError, match=r"^model.router_scale = 2.5 has no equivalent in Qwen3MoeForCausalLM; it cannot"
-    ):
-        export_model(model_of(model), model, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 def test_a_parameter_that_the_initial_weights_lack_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -194,17 +171,6 @@ def test_blocks_of_multi_token_prediction_that_the_initial_weights_lack(ranks: R
     [error] = ranks(1).run(refusal, recipe)
     expected = "hf' has 0 blocks of multi-token prediction, but model.num_mtp_layers = 2; set it to 0"
     assert error.endswith(expected) and "\n" not in error
-
-
-@pytest.mark.parametrize(
-    ("initial", "message"),
-    [("missing", "is not a folder; give a run"), ("s3://bucket/model", "is a URL; download the folder")],
-)
-def test_initial_weights_that_do_not_exist(tmp_path: Path, initial: str, message: str) -> None:
-    recipe = recipe_from(tmp_path, Path("x"), "run", checkpoint=dict(initial=initial))
-    with pytest.raises(UserError, match=message):
-        check_recipe(recipe, 1)
-        check_machine(recipe)
 
 
 def test_a_resume_does_not_read_the_initial_weights_again(ranks: Ranks, tmp_path: Path) -> None:

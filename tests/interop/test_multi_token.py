@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.training import MULTI_TOKEN, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
@@ -255,16 +255,18 @@ def test_weights_have_the_published_names_and_may_be_left_out(tmp_path: Path) ->
     assert open_weights(tmp_path / "saved").config.num_mtp_layers == 0
 
 
-@pytest.mark.parametrize("program", ["pipeline", "dpo", "distill"])
-def test_programs_that_cannot_predict_further_tokens_refuse_them(program: str, tmp_path: Path) -> None:
-    layout = Parallelism(pipeline=2) if program == "pipeline" else Parallelism()
-    recipe = tiny(tmp_path, "run", model=MULTI_TOKEN, parallelism=layout)
-    if program != "pipeline":
-        recipe = {"dpo": DpoRecipe, "distill": DistillRecipe}[program](model=MULTI_TOKEN)
-    expected = {
-        "pipeline": "the embedding is in the first stage",
-        "dpo": "preference loss",
-        "distill": "distillation is of the next token",
-    }
-    with pytest.raises(UserError, match=rf"model.num_mtp_layers = 2.*{expected[program]}"):
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (
+            tiny(Path(), "run", model=MULTI_TOKEN, parallelism=Parallelism(pipeline=2)),
+            "the embedding is in the first stage",
+        ),
+        (DpoRecipe(model=MULTI_TOKEN), "preference loss"),
+        (DistillRecipe(model=MULTI_TOKEN), "distillation is of the next token"),
+    ],
+    ids=["pipeline", "dpo", "distill"],
+)
+def test_programs_that_cannot_predict_further_tokens_refuse_them(recipe: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"model.num_mtp_layers = 2.*{message}"):
         check_recipe(recipe, 2)

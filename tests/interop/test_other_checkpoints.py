@@ -2,7 +2,6 @@
 that these programs wrote."""
 
 import dataclasses
-import json
 import math
 import pickle
 import re
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
-from tests.launching import ROOT, SMALL, losses, python, run
-from tests.training import GPT_, QWEN3, QWEN3_MOE, changed, tiny
+from tests.launching import SMALL, losses, python, run
+from tests.training import GPT_, QWEN3, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import UserError
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.interop.weights import CheckpointWeights, open_weights
 from titanlike.models.common.config import TransformerConfig
-from titanlike.recipe import PretrainRecipe, load
+from titanlike.recipe import PretrainRecipe
 from titanlike.recipe.dpo import DpoRecipe
 from titanlike.tools.migration.checkpoints import export_checkpoint, import_checkpoint
 from titanlike.tools.migration.dcp import DCPFolder
@@ -145,8 +144,7 @@ def test_queries_and_keys_rotate_as_in_torchtitan(tmp_path: Path) -> None:
     assert not torch.equal(state[theirs[0]], found[ours[0]])
 
 
-@pytest.mark.parametrize("is_0_2", [False, True], ids=["0.3", "0.2"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(("config", "is_0_2"), [(QWEN3, False), (LLAMA, True)], ids=["qwen3, 0.3", "llama, 0.2"])
 def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: TransformerConfig, is_0_2: bool) -> None:
     recipe = tiny(tmp_path, "imported", model=config)
     state, program = torchtitan_state(config, is_0_2=is_0_2), "torchtitan_0_2" if is_0_2 else "torchtitan"
@@ -179,17 +177,6 @@ def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: Tr
     loaded = {head: torch.empty(expected[head].shape)}
     dcp.load(loaded, checkpoint_id=tmp_path / "exported", no_dist=True)
     assert torch.equal(loaded[head], expected[head])
-
-
-def test_queries_keys_and_values_may_be_apart_in_0_3(tmp_path: Path) -> None:
-    state = torchtitan_state(LLAMA)
-    optimizer = {key: value for key, value in state["optimizer"].items() if "wqkv" not in key}
-    for name in [name for name in state if "qkv_linear" in name]:
-        optimizer |= {f"state.{name}.exp_avg": state[name] + 1, f"state.{name}.exp_avg_sq": state[name] + 2}
-    recipe = tiny(tmp_path, "imported", model=LLAMA)
-    import_checkpoint(save(tmp_path / "step-3", state | {"optimizer": optimizer}), recipe)
-    found = imported(recipe)
-    assert all(torch.equal(found["optimizer"][f"{name}.exp_avg"], value + 1) for name, value in found["model"].items())
 
 
 def megatron_state(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -263,47 +250,27 @@ def test_weights_alone_are_the_checkpoint_of_step_0(tmp_path: Path) -> None:
     assert "weights (it has no optimizer state: the run starts at step 1)" in import_checkpoint(source, recipe)
     assert imported(recipe, 0)["optimizer"] == {}
     save(tmp_path / "full", torchtitan_state(LLAMA))
-    for name, why, optimizer in (
-        ("low", "the recipe's optimizer state has low precision", dict(state_dtype="bfloat16")),
-        (
-            "muon",
-            "optimizer.groups has another optimizer",
-            dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),)),
+    changes: dict[str, dict[str, Any]] = {
+        "the recipe's optimizer state has low precision": dict(optimizer=dict(state_dtype="bfloat16")),
+        "optimizer.groups has another optimizer": dict(
+            optimizer=dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
         ),
-    ):
-        assert why in import_checkpoint(tmp_path / "full", tiny(tmp_path, name, model=LLAMA, optimizer=optimizer))
-    stream = tiny(tmp_path, "stream", model=LLAMA, data=dict(source="stream", path=str(tmp_path)))
-    assert "data.source = 'stream' has no position at a step" in import_checkpoint(tmp_path / "full", stream)
+        "data.source = 'stream' has no position at a step": dict(data=dict(source="stream", path=str(tmp_path))),
+    }
+    for number, (why, sections) in enumerate(changes.items()):
+        assert why in import_checkpoint(tmp_path / "full", tiny(tmp_path, str(number), model=LLAMA, **sections))
     recipe = tiny(tmp_path, "asked", model=LLAMA)
     assert "--weights-only is set" in import_checkpoint(tmp_path / "full", recipe, weights_only=True)
     assert read_state(LocalStore(tmp_path / "asked/checkpoints"), 0).imported == "torchtitan"
-
-
-def test_a_run_starts_from_imported_weights(runs: Path) -> None:
-    recipe = (runs / "runs/first/recipe.toml").read_text().replace('name = "first"', 'name = "third"')
-    (runs / "third.toml").write_text(recipe)
-    loaded = changed(load(PretrainRecipe, runs / "third.toml", {}), run=dict(dir=str(runs / "runs")))
-    weights = open_weights(runs / "runs/first")
-    assert isinstance(weights, CheckpointWeights)
-    export_checkpoint(weights, runs / "last")
-    import_checkpoint(runs / "last", loaded, weights_only=True)
-    done = run(runs, "third.toml", **{"training.steps": "1", "schedule.warmup_steps": "0", "optimizer.lr": "1e-30"})
-    assert done.returncode == 0, done.stderr
-    assert "starting from the weights of a checkpoint of torchtitan" in done.stdout
-    found, expected = (
-        read_whole(runs / f"runs/{name}")["model"]
-        for name in ("third/checkpoints/step-00000001", "first/checkpoints/step-00000004")
-    )
-    assert_equal_state({"model": found}, {"model": expected})
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = torchtitan_state(LLAMA)
     source = save(tmp_path / "step-3", state)
 
-    def message(recipe: PretrainRecipe, path: Path = source, program: str = "") -> str:
+    def message(recipe: PretrainRecipe, path: Path = source) -> str:
         with pytest.raises(UserError) as error:
-            import_checkpoint(path, recipe, program)
+            import_checkpoint(path, recipe)
         assert not Path(recipe.run.dir, recipe.run.name).exists()
         return str(error.value)
 
@@ -314,17 +281,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert f"also has layers.{layers - 1}.attention.qkv_linear.wk.weight" in message(other(num_layers=layers - 1))
     assert f"lacks layers.{layers}.attention.qkv_linear.wk.weight" in message(other(num_layers=layers + 1))
     assert "layers.0.feed_forward.w1.weight has shape (" in message(other(ffn_dim=LLAMA.ffn_dim + 32))
-    assert "lacks decoder.final_layernorm.weight" in message(other(), program="megatron")
     assert message(tiny(tmp_path, "refused", model=LLAMA, training=dict(steps=3))).endswith(
         "step-3 is of step 3, but training.steps = 3; set it to the steps in total"
     )
-    assert "checkpoints of torchtitan are supported for llama and qwen3" in message(
-        tiny(tmp_path, "refused", model=QWEN3_MOE)
-    )
     assert "it has no .metadata; choose one of the checkpoints in it: step-3" in message(other(), tmp_path)
-    assert "is not a checkpoint of torchtitan, torchtitan_0_2, megatron: its tensors are a" in message(
-        other(), save(tmp_path / "other", {"a": torch.ones(2)})
-    )
     missing = {name: value for name, value in state.items() if name != "norm.weight"}
     assert "lacks norm.weight" in message(other(), save(tmp_path / "missing", missing))
     del state["optimizer"]["state.norm.weight.exp_avg"]
@@ -341,9 +301,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> N
         save(tmp_path / "same", state), tiny(tmp_path, "same", model=QWEN3)
     )
     state["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(
-        UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
-    ):
+    with pytest.raises(UserError, match=r"lm_head.weight of .* differs from tok_embeddings.weight"):
         import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
 
 
@@ -378,12 +336,3 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: math.floor(file.stat().st_size / 2)])
     with pytest.raises(UserError, match="damaged: b cannot be read"):
         DCPFolder(folder).read("b", (0, 0), (3, 4))
-
-
-def test_the_measured_losses_agree() -> None:
-    results = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())
-    assert all(values["largest_difference"] < 1e-5 for values in results["megatron"].values())
-    for model in results["models"].values():
-        for name, of_run in model.items():
-            reference = model[name.partition(",")[0]]
-            assert all(abs(of_run[str(step)] - reference[str(step)]) < 1e-5 for step in range(11, 16)), name

@@ -1,7 +1,6 @@
 """Random configs of every family, exported: transformers computes the same, and the folder is read back as the same config. And
-random changes of RoPE in a `config.json`: the folder is refused, or transformers computes the same."""
+changes of RoPE in a `config.json`: the folder is refused, or transformers computes the same."""
 
-import copy
 import ctypes
 import dataclasses
 import json
@@ -20,7 +19,7 @@ from titanlike.interop.hf_folder import config_problems, read_config
 from titanlike.interop.hf_folder import fields_of as recipe_fields
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.common.config import TransformerConfig
-from titanlike.models.deepseek.config import DeepseekV2Config, DeepseekV3Config
+from titanlike.models.deepseek.config import DeepseekV3Config
 from titanlike.models.families import FAMILIES, all_configs, config_class
 from titanlike.models.gemma.config import Gemma2Config, Gemma3Config
 from titanlike.models.modernbert.config import ModernBertConfig
@@ -29,7 +28,6 @@ from titanlike.models.registry import build_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
-NUM_CONFIGS = 12  # of a family
 VALUES: dict[str, tuple[Any, ...]] = {
     "dim": (16, 24, 32, 48, 64), "num_layers": (1, 2, 3, 4, 5), "num_heads": (1, 2, 3, 4, 8), "num_kv_heads": (1, 2, 4, 8),
     "ffn_dim": (16, 24), "vocab_size": (300, 301, 320), "max_seq_len": (16, 48, 64), "head_dim": (2, 4, 8, 10, 16),
@@ -80,10 +78,11 @@ def assert_computed(model: nn.Module, folder: Path, config: TransformerConfig) -
     assert difference(model.eval(), reference, config) < 1e-4, config
 
 
+@pytest.mark.parametrize("numbers", [range(4), pytest.param(range(4, 12), marks=pytest.mark.slow)], ids=["4", "8"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_configs_are_read_back_and_computed_by_transformers(name: str, tmp_path: Path) -> None:
+def test_random_configs_are_read_back_and_computed_by_transformers(name: str, numbers: range, tmp_path: Path) -> None:
     exported = 0
-    for number in range(NUM_CONFIGS):
+    for number in numbers:
         config = random_config(name, random.Random(f"{name} {number}"))
         model, folder = model_of(config, seed=number), tmp_path / str(number)
         try:
@@ -94,24 +93,7 @@ def test_random_configs_are_read_back_and_computed_by_transformers(name: str, tm
         exported += 1
         assert fields_of(open_weights(folder).config) == fields_of(config)
         assert_computed(model, folder, config)
-    assert exported > NUM_CONFIGS // 4
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Gemma2Config(query_scalar=7.5), "model.query_scalar = 7.5 has no .* only an integer can"),
-        (Gemma3Config(num_heads=5, num_kv_heads=1), "model.num_heads = 5 has no .* only a divisor of model.dim = 192"),
-        (DeepseekV2Config(qk_nope_head_dim=5), "model.qk_nope_head_dim = 5 has no .* only an even number can"),
-        (DeepseekV2Config(kv_lora_rank=63), "model.kv_lora_rank = 63 has no .* only an even number can"),
-        (DeepseekV2Config(num_heads=5), "model.num_heads = 5 has no .* only a divisor of model.dim = 192"),
-    ],
-)
-def test_what_transformers_cannot_compute_is_not_exported(config: Any, message: str, tmp_path: Path) -> None:
-    assert not config.problems()
-    with pytest.raises(UserError, match=message):
-        export_model(model_of(config), config, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
+    assert exported
 
 
 @pytest.mark.parametrize(
@@ -144,18 +126,10 @@ def test_groups_of_one_expert_have_no_score() -> None:
 # Keys that transformers' configs have, and that no logit depends on, or on others in their place. Those of a family are
 # besides those of all.
 OF_ALL = {
-    *(
-        "_name_or_path",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "initializer_range",
-        "model_type",
-    ),
+    *("_name_or_path", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "initializer_range", "model_type"),
     *("is_encoder_decoder", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict"),
     *("transformers_version", "use_cache"),
-}
+}  # fmt: skip
 OF_QWEN = {"max_window_layers", "sliding_window"}
 OF_GEMMA = {"hidden_act", "sliding_window_pattern"}
 OF_EXPERTS = {"output_router_logits", "router_aux_loss_coef"}
@@ -226,21 +200,16 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 MSCALE = {**YARN, "mscale": 0.5, "mscale_all_dim": 0.5}
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
 ROPE_CASES: list[tuple[str, dict[str, Any], str]] = [
     # Besides rope_parameters, in which the exported folders have their own theta and scaling. "": accepted.
     ("grouped-query", {"rope_scaling": LLAMA3}, ""),
     ("Llama 3.1", {"rope_scaling": LLAMA3 | {"factor": 4.0}}, ""),
     ("Llama 3.1", {"rope_scaling": {"rope_type": "default"}}, ""),
-    ("DeepSeek-V2", {"rope_scaling": {"type": "default"}}, ""),
     ("DeepSeek-V3", {"rope_scaling": MSCALE}, ""),
     ("Moonlight", {"rope_scaling": MSCALE | {"attention_factor": 1.0}}, ""),
     ("GPT-OSS", {"rope_scaling": YARN | {"truncate": False}}, ""),
     ("Gemma 3", {"rope_scaling": {"factor": 2.0}}, ""),
     ("Llama 3.1", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "the RoPE type 'linear' is not supported"),
-    ("Qwen2", {"rope_scaling": YARN}, "the RoPE type 'yarn' is not supported; only 'default' is"),
-    ("Qwen3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "the RoPE type 'dynamic' is not supported"),
-    ("Gemma 3", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "the RoPE type 'yarn' is not supported"),
     ("Phi-3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "the RoPE type 'longrope' is not supported; only"),
     ("Phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported; only 1.0 is"),
     ("ModernBERT", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "the RoPE type 'linear' is not supported"),
@@ -254,18 +223,15 @@ ROPE_CASES: list[tuple[str, dict[str, Any], str]] = [
     ("grouped-query", {"rope_scaling": LLAMA3, "rope_theta": "absent"}, "500000.0, but transformers reads rope_theta = 10000.0"),
     # Without any.
     ("theta", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
-    ("Mixtral", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
     ("GPT-OSS", {"rope_parameters": "absent", "rope_scaling": "absent"}, ""),
-    ("GPT-OSS, no window", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
     ("Gemma 3", {"rope_parameters": "absent", "rope_theta": "absent"}, ""),
     ("ModernBERT", {"rope_parameters": "absent", "global_rope_theta": "absent"}, ""),
     # Keys besides them.
     ("grouped-query", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0 is"),
     ("Qwen3", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ("DeepSeek-V3", {"original_max_position_embeddings": 32}, "original_max_position_embeddings = 32 is not supported; only 200"),
-    ("Qwen3", {"rope_parameters": {GLOBAL: {"rope_theta": 1e6}}}, "full_attention = .* is not supported; only None is"),
+    ("Qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention = .* is not supported; only None is"),
     ("Gemma 3", {"rope_parameters": {}}, "rope_parameters = {} is not supported; only one for each type of blocks is"),
-    ("Gemma 3", {"rope_parameters": {"rope_theta": 1e6}}, "is not supported; only one for each type of blocks is"),
     # What transformers has without the key.
     ("Gemma 2", {"final_logit_softcapping": "absent"}, ""),
     ("Gemma 2", {"attn_logit_softcapping": "absent"}, ""),
@@ -283,59 +249,10 @@ def test_rope_is_that_of_transformers(name: str, changes: dict[str, Any], messag
         with pytest.raises(UserError, match=message):
             open_weights(folder)
     else:
-        check_against_transformers(folder)
-
-
-def check_against_transformers(folder: Path) -> None:
-    weights = open_weights(folder)
-    model = build_model(weights.config)
-    load_weights(model, weights)
-    assert_computed(model, folder, weights.config)
-
-
-FORMS: list[Any] = [
-    None, {}, {"rope_type": "default"}, {"type": "default"}, {"type": "linear", "factor": 4.0}, LLAMA3, YARN, MSCALE,
-    YARN | {"truncate": False}, YARN | {"mscale_all_dim": 0.5}, MSCALE | {"mscale": 1.0},
-    {GLOBAL: {"rope_type": "default"}, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}, {GLOBAL: MSCALE, LOCAL: None},
-]  # fmt: skip
-KEYS: list[tuple[str, Any]] = [
-    ("rope_theta", 100.0), ("rope_theta", 1e4), ("attention_factor", 2.0), ("attention_factor", 1.0), ("beta_fast", 16),
-    ("beta_slow", None), ("factor", 4), ("truncate", None), ("partial_rotary_factor", 1.0), ("type", "linear"),
-    ("original_max_position_embeddings", 32), ("rope_local_base_freq", 300.0), ("local_rope_theta", 300.0),
-]  # fmt: skip
-
-
-def change_rope(values: dict[str, Any], rng: random.Random) -> None:
-    """Changes one to three things of RoPE in a config.json."""
-    for _ in range(rng.choice((1, 2, 3))):
-        form = rng.choice(("rope_parameters", "rope_scaling"))
-        table = rng.choice([values, values.get(form), (values.get(form) or {}).get(rng.choice((GLOBAL, LOCAL)))])
-        key, value = rng.choice(KEYS)
-        match rng.randrange(4):
-            case 0 | 1:
-                values[form] = copy.deepcopy(rng.choice(FORMS))
-            case 2 if isinstance(table, dict):
-                table[key] = value
-            case 3 if isinstance(table, dict):
-                table.pop(key, None)
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS | ENCODERS if name not in ("GPT-2", "BERT")])
-def test_random_changes_of_rope_are_refused_or_those_of_transformers(name: str, tmp_path: Path) -> None:
-    config = dataclasses.replace((CONFIGS | ENCODERS)[name], max_seq_len=64)  # type: ignore[type-var]
-    file = export_model(model_of(config), config, tmp_path / "hf") / "config.json"
-    original, accepted = file.read_text(), 0
-    for number in range(8):
-        values = json.loads(original)
-        change_rope(values, random.Random(f"{name} {number}"))
-        file.write_text(json.dumps(values))
-        try:
-            read_config(file.parent, all_configs())
-        except UserError:
-            continue
-        accepted += 1
-        check_against_transformers(file.parent)
-    assert accepted
+        weights = open_weights(folder)
+        model = build_model(weights.config)
+        load_weights(model, weights)
+        assert_computed(model, folder, weights.config)
 
 
 def test_a_run_continues_from_its_own_export() -> None:

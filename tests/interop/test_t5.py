@@ -4,9 +4,7 @@ Pairs of texts in one sequence compute what transformers does for each pair.
 """
 
 import dataclasses
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ from transformers import AutoTokenizer
 
 from tests.interop.models import T5, MemoryWeights, assert_equal_weights, changed_tensors, export_model, model_of
 from tests.interop.reference import exported, inputs_of, load
+from tests.launching import Cli
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer, with_sentinels
-from titanlike.distributed import launch_config
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.tools.cli import main as program
 from titanlike.tools.cli.generate import encoder_input
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
@@ -75,7 +72,7 @@ def test_pairs_in_one_sequence_are_computed_by_themselves(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["bytes", "BOS", "sentinels"])
 def test_greedy_generation_equals_that_of_transformers(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """The text is that of transformers for what AutoTokenizer makes of the prompt, which ends with EOS, as in the training."""
     section = Tokenizer()
@@ -90,27 +87,17 @@ def test_greedy_generation_equals_that_of_transformers(
         both: Any = dict(special="both", bos="<s>") if kind == "BOS" else {}
         section = Tokenizer(encoding=str(tmp_path / "tokenizer.json"), **both)
     model = model_of(GENERATING)
-    with (
-        torch.no_grad()
-    ):  # of random bytes, only ASCII is text; rows that are no token of a tokenizer are not generated
+    # Of random bytes, only ASCII is text. Rows that are no token of a tokenizer are not generated.
+    with torch.no_grad():
         model.get_submodule("output").weight[128:256] = 0.0
         model.get_submodule("output").weight[259 if kind == "sentinels" else 301 :] = 0.0
     folder = tmp_path / "hf"
     export(MemoryWeights(model, GENERATING, section), folder)
     prompts = ["a text", "another text, which is longer than the first one", "Words <extra_id_0> and <extra_id_1>."]
-    for name in launch_config.JOB_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPROC", "1")
     arguments = [part for prompt in prompts for part in ("--prompt", prompt)]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["titanlike", "generate", str(folder), *arguments, "--temperature", "0", "--tokens", "30", "--json"],
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-    program.main()
-    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    printed = cli("generate", folder, *arguments, "--temperature", "0", "--tokens", "30", "--json").out
+    texts = [json.loads(line)["text"] for line in printed.splitlines() if line.startswith("{")]
     reference, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     ours = with_sentinels(build_tokenizer(section), GENERATING.vocab_size)
     sentinels = (258, 257) if kind == "sentinels" else (300, 299)
@@ -126,9 +113,3 @@ def test_greedy_generation_equals_that_of_transformers(
         assert found[0] == 0 and text == tokenizer.decode([token for token in found[1:] if token != 256])
         assert len(set(text)) > 3
     assert kind == "sentinels" or any("<extra_id_" in text for text in texts)
-
-    for command in (["generate", "--chat"], ["evaluate", "--data", __file__]):
-        monkeypatch.setattr(sys, "argv", ["titanlike", command[0], str(folder), *command[1:]])
-        with pytest.raises(SystemExit):
-            program.main()
-        assert "model.name = 't5' has an encoder and a decoder: it neither chats nor scores" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def functions(file: str, name: str) -> Any:
 
 
 def rank_record(file: str, name: str) -> ProcessRecord:
-    from tests.silent_bugs import mesh_of
+    from benchmarks.silent_bugs import mesh_of
     from titanlike.tools.verify.record import record
 
     return record(functions(file, name), mesh_of("tensor=2"), steps=2)

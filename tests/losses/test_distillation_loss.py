@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.training import BERT, LLAMA, QWEN3_MOE, T5, tiny
-from titanlike.config import UserError
 from titanlike.config.distill import Distillation
-from titanlike.config.sections import Parallelism
 from titanlike.losses import IGNORE
 from titanlike.losses.chunked import Logits
 from titanlike.losses.cross_entropy import CrossEntropy
 from titanlike.losses.distillation import DistillationLoss, KeptLogits, distillation_loss
 from titanlike.losses.top_k import top_k_of
 from titanlike.models.common.layers import LMHead
-from titanlike.run.checks import check_recipe
 from titanlike.run.distillation import set_distillation_loss
 
 TOKENS, DIM, TEACHER_DIM, VOCAB = 12, 8, 10, 30
@@ -88,16 +83,6 @@ def test_loss_and_gradients_are_those_of_torch(
     for name in ("x", "weight"):
         torch.testing.assert_close(getattr(case, name).grad.double(), getattr(same, name).grad, rtol=1e-4, atol=1e-5)
     assert not case.x.grad[0, [0, 5]].any()  # type: ignore[index]
-
-
-def test_an_equal_teacher_has_no_divergence_and_no_gradient() -> None:
-    case = Case.drawn()
-    teacher = Logits(case.x.detach(), case.weight.detach())
-    for loss in ("forward_kl", "reverse_kl"):
-        section = Distillation(loss=loss, label_weight=0.0, temperature=2.0)  # type: ignore[arg-type]
-        found, _ = distillation_loss(section, Logits(case.x, case.weight), case.labels, teacher, CrossEntropy())
-        found.backward()
-        assert found == 0.0 and not case.x.grad.any() and not case.weight.grad.any()  # type: ignore[union-attr]
 
 
 def test_logits_in_place_of_hidden_states() -> None:
@@ -198,37 +183,3 @@ def test_with_all_tokens_it_is_that_of_the_logits(loss: Any) -> None:
         found.backward()
         results.append((found.detach(), sums, case.x.grad, case.weight.grad))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (dict(distillation=dict(teacher="")), r"^distillation\.teacher is empty; give a run, a checkpoint or"),
-        (dict(distillation=dict(teacher="random", label_weight=1.0)), r"^distillation\.label_weight = 1\.0 leaves nothing"),
-        (dict(distillation=dict(teacher="random", top_k=321)), r"^distillation\.top_k = 321 is more than teacher\.vocab"),
-        (dict(training=dict(z_loss=0.1)), r"^training\.z_loss = 0\.1 is no part of the loss of distillation"),
-        (dict(teacher=BERT), r"^teacher\.name = 'bert' is an encoder, which does not predict the next token; use a dec"),
-        (dict(teacher=T5), r"^teacher\.name = 't5' has an encoder and a decoder, which read two texts; use a decoder"),
-        (
-            dict(teacher=dataclasses.replace(LLAMA, vocab_size=384)),
-            r"^teacher\.vocab_size = 384 differs from model\.vocab_size = 320; the KL divergence compares the same tokens",
-        ),
-        (
-            dict(teacher=dataclasses.replace(LLAMA, max_seq_len=16)),
-            r"^training\.seq_len = 32 is longer than the teacher's max_seq_len = 16; use 16 or less",
-        ),
-        (
-            dict(teacher=dataclasses.replace(LLAMA, num_heads=3, num_kv_heads=1), parallelism=Parallelism(tensor=2)),
-            r"parallelism\.tensor = 2 does not divide teacher\.num_heads = 3; use a divisor of it",
-        ),
-        (
-            dict(teacher=dataclasses.replace(QWEN3_MOE, num_experts=3), parallelism=Parallelism(expert=2)),
-            r"parallelism\.expert = 2 does not divide teacher\.num_experts = 3; use 1",
-        ),
-        (dict(parallelism=Parallelism(pipeline=2)), r"^parallelism\.pipeline = 2: the teacher's logits of a micro-batch"),
-    ],
-)  # fmt: skip
-def test_recipes_that_are_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
-    sections = {"teacher": LLAMA, "distillation": dict(teacher="random")} | sections
-    with pytest.raises(UserError, match=message):
-        check_recipe(tiny(tmp_path, "run", **sections), 2)

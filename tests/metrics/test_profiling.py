@@ -12,8 +12,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Profiling
 from titanlike.metrics.monitor import DATA_WAIT
 from titanlike.metrics.profiler import Profiler, trace_name
-from titanlike.tools.cli.profile import _print
-from titanlike.tools.trace import Profile, read_profile, traces
+from titanlike.tools.trace import read_profile, traces
 
 HOST, STREAM, OTHER_STREAM = 1, 7, 20
 
@@ -121,13 +120,3 @@ def test_a_trace_that_cannot_be_written_does_not_end_training(
     (tmp_path / "profile").write_text("a file where the directory would be")
     assert not run_steps(tmp_path, 3, steps=(1,), num_steps=1)
     assert "step-1-rank-0.json.gz cannot be written: " in capsys.readouterr().out
-
-
-def test_the_table_has_the_parts_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    first = Profile(0, 1, 0.002, {"matmul": 0.002}, {}, [])
-    last = Profile(1, 1, 0.002, {"matmul": 0.0005, "exposed pipeline": 0.0015}, {}, [])
-    _print([first, last], None, {"memory_gib": 1.5}, [], on_gpu=False)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["matmul", "2.00", "100.0%", "0.50", "25.0%"] in rows
-    assert ["exposed", "pipeline", "0.00", "0.0%", "1.50", "75.0%"] in rows
-    assert ["step", "2.00", "2.00"] in rows

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.data.sequences import batches, counting
 from tests.interop.models import CONFIGS, ENCODERS, T5
-from tests.losses import linear_cross_entropy
+from tests.loss_errors import linear_cross_entropy
 from tests.training import Operations
 from titanlike.checkpoint import staging
 from titanlike.config.distill import Distillation

@@ -1,7 +1,6 @@
 """How transforms replace layers: classes, names of parameters, and what refers to a layer that has been replaced."""
 
 import copy
-import re
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -14,13 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.training import GPT_, LLAMA, MIXTRAL, Operations
-from titanlike.config import UserError
-from titanlike.config.finetune import Lora
 from titanlike.config.sections import Float8
-from titanlike.float8.linear import apply_float8
 from titanlike.models.common.init import initialize
 from titanlike.models.common.layers import TiedLMHead
-from titanlike.models.common.lora import apply_lora
 from titanlike.models.families import all_configs
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mixed_precision import (
@@ -37,22 +32,6 @@ from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 from titanlike.utils.weight_gradients import accumulate_in_place
 
 FLOAT8 = Float8(scaling="tensorwise", layers=("*",), emulate=True)
-
-
-def test_a_printed_model_shows_what_each_layer_is() -> None:
-    with torch.device("meta"):
-        model = build_model(LLAMA)
-    names = [*dict(model.named_parameters())]
-    apply_float8(model, FLOAT8)
-    apply_lora(model, blocks(model), Lora(rank=2, alpha=4.0, layers=("wq",)))
-    apply_mixed_precision(model, torch.bfloat16)
-    printed = str(blocks(model)["0"])
-    matmul = r"matmul=Float8Matmul\(\w+, \w+, \w+\)"
-    sizes = "in_features=64, out_features=64, bias=False"
-    assert re.search(rf"\(wq\): LoRALinear\({sizes}, scale=2, {matmul}\)", printed)
-    assert re.search(rf"\(wo\): Float8Linear\({sizes}, {matmul}\)", printed)
-    assert "(attention_norm): MixedPrecisionRMSNorm((64,)" in printed
-    assert [name for name in dict(model.named_parameters()) if "lora" not in name] == names
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT_, MIXTRAL], ids=lambda config: config.name)
@@ -248,13 +227,6 @@ def test_mixed_precision_of_a_module_of_a_user(compiled: bool) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
-
-
-def test_a_layer_without_a_parent_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"a Linear cannot be replaced in place; pass a module that contains it, such as"
-    ):
-        apply_mixed_precision(nn.Linear(2, 2), torch.bfloat16)
 
 
 def test_a_module_that_is_used_twice_stays_one_module() -> None:

@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.interop.models import CONFIGS, GPT_OSS, model_of
-from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, T5, tiny
-from titanlike.config import UserError
+from tests.interop.models import CONFIGS, model_of
+from tests.training import DEEPSEEK_V3
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.models.common import attention_logits
 from titanlike.optim import build_optimizer
 from titanlike.optim.qk_clip import QKClip
-from titanlike.run.checks import check_recipe
-from titanlike.run.checks.optimizer import qk_clip_problems
 
 MUON = (OptimizerGroup(pattern="attention", optimizer="muon"),)
 MODELS: dict[str, Any] = {
@@ -129,42 +126,3 @@ def test_muon_clips_after_its_step_and_records_the_largest_logit() -> None:
         torch.testing.assert_close(rotated, factor.expand_as(rotated), rtol=1e-3, atol=1e-3)
     clipped.zero_grad()
     assert all(bool((maxima == -torch.inf).all()) for maxima in clipped.optimizers[1].qk_clip.maxima)
-
-
-@pytest.mark.parametrize(
-    ("model", "groups", "sections", "message"),
-    [
-        (QWEN3, MUON, {}, "has QK-norm; set it to 0"),
-        (GEMMA2, MUON, {}, "has attention_soft_cap; set it to 0"),
-        (
-            LLAMA,
-            MUON,
-            {"data": dict(document_masks=True)},
-            "is a block mask on GPUs; set training.attention = 'math', or optimizer",
-        ),
-        (
-            dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads),
-            MUON,
-            {"data": dict(document_masks=True)},
-            "is a block mask on GPUs; set training.attention = 'efficient' or 'math'",
-        ),
-        (
-            dataclasses.replace(GPT_OSS, sliding_window=0),
-            MUON,
-            {},
-            "the mask of the attention sinks of model.name = 'gpt_oss' is a block mask on GPUs; set training.attention = 'math'",
-        ),
-    ],
-)
-def test_what_it_does_not_support_is_refused(
-    model: Any, groups: Any, sections: dict[str, Any], message: str, tmp_path: Any
-) -> None:
-    optimizer = dict(groups=groups, muon_qk_clip=100.0)
-    recipe = tiny(tmp_path, "run", model=model, optimizer=optimizer, **sections)
-    with pytest.raises(UserError, match=message):
-        check_recipe(recipe, 1)
-
-
-def test_an_encoder_is_refused(tmp_path: Any) -> None:
-    problems = list(qk_clip_problems(tiny(tmp_path, "run", model=T5), 100.0))
-    assert len(problems) == 1 and "model.name = 't5' has an encoder; set it to 0" in problems[0]

@@ -1,12 +1,10 @@
 """The null GPU: what it records of programs with planted faults, and training under each layout over NCCL."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.null_gpu.recording import require_null_gpu, run, torchrun
-from titanlike.tools.null_gpu import library, recipes, recorder
+from tests.null_gpu.recording import run, torchrun
 from titanlike.tools.null_gpu.collectives import Call, Log, mismatch
 
 HERE = Path(__file__).parent
@@ -34,22 +32,6 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
     kernels = {kernel["name"]: kernel for kernel in process["compiled_kernels"]}
     assert all(kernel["registers"] > 0 for kernel in kernels.values())
     assert any("silu" in name for name in kernels)
-
-
-@pytest.mark.every  # tests/distributed/test_counts.py counts synchronizations, graphs and breaks on a CPU
-def test_compiled_blocks_train_without_synchronization(tmp_path: Path) -> None:
-    settings = {
-        "data.source": "synthetic", "training.steps": 4, "schedule.warmup_steps": 1, "training.loss_chunk": 512,
-        "training.compute_dtype": "bfloat16", "model.num_layers": 1, "run.hang_timeout": 3600,
-        "compile.mode": "block", "metrics.interval": 1, "metrics.trackers": "[]", "validation.interval": 0,
-        "checkpoint.enabled": "false", "sample.tokens": 0, "run.dir": tmp_path,
-    }  # fmt: skip
-    recipe = ["recipes/pretrain.py", "train_configs/debug.toml"]
-    code, found = run([*recipe, *(f"--{key}={value}" for key, value in settings.items())], devices=1)
-    assert code == 0
-    [process] = found["processes"]
-    assert process["graphs"] == 1 and not process["graph_breaks"]  # of the block; the loss is a kernel
-    assert process["steps"][-1]["synchronizations"] == 0  # the device is never behind: nothing is waited for
 
 
 OFFLOAD = """
@@ -114,16 +96,6 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
 
 
-@pytest.mark.every  # test_all_layouts_train_over_nccl has expert parallelism, test_planning_null_gpu.py the memory
-@pytest.mark.parametrize(("mode", "graphs"), [("full", 3), ("selective", 5)])
-def test_a_rank_of_64_compiles_expert_parallel_blocks_and_needs_the_planned_memory(mode: str, graphs: int) -> None:
-    require_null_gpu()
-    options = [f"--activation_checkpoint.mode={mode}", "--model.num_layers=2"]
-    row = recipes.measure("qwen3_30b_a3b", 64, options, "h100")
-    assert row["graphs"] == graphs
-    assert recipes.plan("qwen3_30b_a3b", 64, row["options"]).allocated == pytest.approx(row["allocated"], rel=0.02)
-
-
 def log(rank: int, *calls: Call) -> Log:
     return Log("a", "shard", 2, rank, rank, list(calls))
 
@@ -144,18 +116,3 @@ def test_messages_are_compared_between_sender_and_receiver() -> None:
     send, receive = Call("send", 7, 1, 4), Call("receive", 7, 0, 4)
     assert mismatch([log(0, send, GATHER), log(1, GATHER, receive)]) is None
     assert "messages sent are not those received" in (mismatch([log(0, send), log(1, Call("receive", 7, 0, 5))]) or "")
-
-
-def test_a_thread_that_ends_while_clocks_are_read_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = Path("/proc/self/task/4194305")  # above the largest number of a thread
-    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([ended]))
-    assert all(clock > 0 for clock in recorder._clocks())
-
-
-def test_a_pytorch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    with pytest.raises(library.Unavailable, match="has no CUDA"):
-        library.build()

@@ -33,8 +33,8 @@ class TinyModel(nn.Module):
         return self.last(self.norm(self.first(x)).tanh())
 
 
-def train(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[TinyModel, Any, float]:
-    """Returns a trained model, its optimizer, and the last loss."""
+def train(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[TinyModel, Any]:
+    """Returns a trained model and its optimizer."""
     model = TinyModel(dtype)
     optimizer: Any = build_optimizer(model, Optimizer(lr=1e-3, **options))
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
@@ -43,14 +43,7 @@ def train(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tup
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer, loss.item()
-
-
-def state_bytes(optimizer: Any) -> float:
-    """Returns the bytes of optimizer state for each element of the parameters."""
-    tensors = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
-    numbers = sum(parameter.numel() for parameter in optimizer.state)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / numbers
+    return model, optimizer
 
 
 def test_full_precision_state_matches_torch_adamw() -> None:
@@ -70,27 +63,6 @@ def test_full_precision_state_matches_torch_adamw() -> None:
         reference.step()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "max_bytes", "max_loss_ratio"),
-    [
-        (dict(state_dtype="bfloat16"), torch.float32, 4.0, 1.05),
-        (dict(state_dtype="8bit"), torch.float32, 2.3, 1.2),
-        (dict(stochastic_rounding=True), torch.bfloat16, 4.0, 1.3),
-        (dict(state_dtype="8bit", stochastic_rounding=True), torch.bfloat16, 2.3, 1.3),
-    ],
-    ids=str,
-)
-def test_low_precision_state_is_small_and_trains(
-    options: dict[str, Any], dtype: torch.dtype, max_bytes: float, max_loss_ratio: float
-) -> None:
-    _, reference, expected = train(80)
-    assert state_bytes(reference) == 8.0
-    _, optimizer, loss = train(80, dtype, **options)
-    assert isinstance(optimizer, LowPrecisionAdamW)
-    assert state_bytes(optimizer) <= max_bytes
-    assert loss < max_loss_ratio * expected
 
 
 def test_an_update_scales_gradients_once() -> None:
@@ -136,9 +108,9 @@ def test_random_bits_of_rounding_are_those_of_the_tied_weight_and_of_no_other() 
 
 def test_chunked_update_matches_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = dict(state_dtype="8bit", stochastic_rounding=True)
-    expected, *_ = train(3, torch.bfloat16, **options)
+    expected, _ = train(3, torch.bfloat16, **options)
     monkeypatch.setattr("titanlike.optim.low_precision_adamw.CHUNK", 3 * BLOCK)
-    found, *_ = train(3, torch.bfloat16, **options)
+    found, _ = train(3, torch.bfloat16, **options)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -177,7 +149,7 @@ def test_8bit_quantization_error_is_small(name: str) -> None:
 
 def test_load_state_dict_keeps_dtypes() -> None:
     """`torch.optim.Optimizer` would cast all state, including scales, to the weight's dtype."""
-    model, optimizer, _ = train(3, torch.bfloat16, state_dtype="8bit", stochastic_rounding=True)
+    model, optimizer = train(3, torch.bfloat16, state_dtype="8bit", stochastic_rounding=True)
     other = build_optimizer(model, Optimizer(state_dtype="8bit", stochastic_rounding=True))
     other.load_state_dict(optimizer.state_dict())
     for parameter, state in optimizer.state.items():
@@ -190,7 +162,7 @@ def test_load_state_dict_keeps_dtypes() -> None:
 def test_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with a backend that generates no code."""
     torch._dynamo.reset()
-    expected, *_ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+    expected, _ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -201,7 +173,7 @@ def test_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.Mon
         "titanlike.optim.low_precision_adamw._update",
         torch.compile(_update, fullgraph=True, dynamic=True, backend=backend),
     )
-    found, *_ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+    found, _ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
     assert len(graphs) <= 4  # for six weights: quantized or not, one row or several
@@ -261,7 +233,7 @@ def test_8bit_steps_are_bounded_where_gradients_are_uneven(gradients: Any, max_e
     assert (found - expected).norm() < max_error * expected.norm()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("state_dtype", ["8bit", "bfloat16"])
 def test_no_step_is_far_above_that_of_float32(state_dtype: str, seed: int) -> None:
     """Gradients that are rare, that differ by orders of magnitude within a block, and that grow, shrink or spike over time."""

@@ -1,28 +1,18 @@
 """Muon in one process, parameter groups of a recipe, and what is refused."""
 
-import copy
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from titanlike.config import UserError
-from titanlike.config.finetune import ChatData, Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
-from titanlike.config.sections import Parallelism
 from titanlike.models.llama.config import LlamaConfig
-from titanlike.models.moe.config import MixtralConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
 from titanlike.recipe import PretrainRecipe, load, to_toml
-from titanlike.recipe.finetune import FinetuneRecipe
-from titanlike.run.checks import check_recipe
-from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import memory
 
 MODEL = LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=320)
 MUON = OptimizerGroup(pattern="layers", optimizer="muon")
@@ -113,27 +103,6 @@ def test_groups_of_parameters() -> None:
     ]
 
 
-def test_the_state_can_be_saved_and_loaded_by_torch() -> None:
-    models = [build_model(MODEL) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    section = Optimizer(groups=(MUON,))
-    first, second = (build_optimizer(model, section) for model in models)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-
-    step(models[0], first, 0)
-    models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for model, optimizer in zip(models, (first, second), strict=True):
-        step(model, optimizer, 1)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_groups_in_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text('[optimizer]\nlr = 0.1\n[[optimizer.groups]]\npattern = "layers"\noptimizer = "muon"\n')
@@ -143,69 +112,3 @@ def test_groups_in_a_recipe(tmp_path: Path) -> None:
     assert load(PretrainRecipe, file) == recipe
     override = {"optimizer.groups": '[{pattern = "wq", lr_scale = 2.0}]'}
     assert load(PretrainRecipe, file, override).optimizer.groups == (OptimizerGroup(pattern="wq", lr_scale=2.0),)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('patern = "x"', r'optimizer.groups.patern = "x": unknown key; did you mean optimizer.groups.pattern\?'),
-        ('optimizer = "mun"', r'optimizer.groups.optimizer = "mun" is not valid; did you mean "muon"\?'),
-        ("lr_scale = 0.0", "optimizer.groups.lr_scale = 0.0 must be a number > 0"),
-        ('weight_decay = "a"', 'optimizer.groups.weight_decay = "a" must be a number >= 0'),
-    ],
-)
-def test_mistakes_in_a_group(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "recipe.toml"
-    file.write_text(f"[[optimizer.groups]]\n{text}\n")
-    with pytest.raises(UserError, match=message):
-        load(PretrainRecipe, file)
-    file.write_text("[optimizer]\ngroups = [3]\n")
-    with pytest.raises(
-        UserError, match=r"optimizer.groups = 3 is not a table; write \[\[optimizer.groups\]\] and its keys"
-    ):
-        load(PretrainRecipe, file)
-
-
-def test_what_preflight_refuses() -> None:
-    def check(*groups: OptimizerGroup, **changes: object) -> None:
-        base = FinetuneRecipe(data=ChatData(source="text", path="."), model=MODEL, optimizer=Optimizer(groups=groups))
-        check_recipe(dataclasses.replace(base, **changes), 1)  # type: ignore[arg-type]
-
-    check(MUON, OptimizerGroup(pattern="layers", lr_scale=2.0))  # the second applies to the norms of the blocks
-    with pytest.raises(UserError, match="no parameter is left for pattern = 'layer' with optimizer = 'muon'"):
-        check(OptimizerGroup(pattern="layer", optimizer="muon"))
-    with pytest.raises(UserError, match="no parameter is left for pattern = 'output' with optimizer = 'muon'"):
-        check(OptimizerGroup(pattern="output", optimizer="muon"))
-    with pytest.raises(UserError, match="no parameter is left for pattern = 'wq'"):
-        check(MUON, OptimizerGroup(pattern="wq"))
-    check(OptimizerGroup(pattern="lora_B", lr_scale=16.0), lora=Lora(rank=4))
-    for pattern, lora in (("tok_embeddings", Lora(rank=4)), ("wq", Lora(rank=4, layers=("wk",)))):
-        with pytest.raises(UserError, match=f"no parameter is left for pattern = '{pattern}' with optimizer = 'adamw'"):
-            check(OptimizerGroup(pattern=pattern, lr_scale=2.0), lora=lora)
-    with pytest.raises(UserError, match=r"optimizer = 'muon' does not support lora.rank = 4"):
-        check(MUON, lora=Lora(rank=4))
-
-
-def test_experts_that_are_too_few_for_the_ranks_are_refused() -> None:
-    """FSDP would divide their matrices."""
-    base = PretrainRecipe(
-        model=MixtralConfig(), optimizer=Optimizer(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
-    )
-    experts = base.model.num_experts
-    for layout in (Parallelism(), Parallelism(expert=experts)):
-        recipe = dataclasses.replace(base, parallelism=layout)
-        check_recipe(recipe, experts)
-        with pytest.raises(
-            UserError, match=r"optimizer = 'muon' needs whole matrices, but \d experts are sharded over"
-        ):
-            check_recipe(recipe, 2 * experts)
-    check_recipe(dataclasses.replace(base, parallelism=Parallelism(replicate=2)), 2 * experts)
-
-
-def test_the_plan_counts_one_moment() -> None:
-    recipe = PretrainRecipe(model=MODEL, optimizer=Optimizer(groups=(MUON,)))
-    adamw = dataclasses.replace(recipe, optimizer=Optimizer())
-    found, expected = (memory(Job(each, 1)).peak.usage.optimizer for each in (recipe, adamw))
-    model = build_model(MODEL)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if name.startswith("layers") and p.dim() == 2)
-    assert expected - found == 4 * matrices

@@ -218,12 +218,8 @@ def test_too_many_skips_within_a_window_stop_the_run(steps: list[int], stops: in
             assert should_step(guard, step, finite=step not in steps) == (step not in steps)
     except UserError as error:
         stopped = step
-        in_window = [old for old in steps if step - 10 < old <= step]
-        assert str(error).startswith(
-            f"step {step}: the loss is nan on rank 0. It would be skip number 3 in the last 10 steps (steps "
-            f"{in_window[0]}, {in_window[1]}, {in_window[2]}), more than training.skip_limit = 2. The step was not saved; "
-            f"checkpoints from before step {in_window[0]} are valid. Lower optimizer.lr"
-        )
+        window = ", ".join(str(old) for old in steps if step - 10 < old <= step)
+        assert f"It would be skip number 3 in the last 10 steps (steps {window}), more than" in str(error)
     assert stopped == stops
 
 

@@ -49,14 +49,3 @@ def test_a_run_ends_with_this_message(tmp_path: Path, capsys: pytest.CaptureFixt
     errors = capsys.readouterr().err
     assert "error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 1 GiB; the plan" in errors
     assert "saves" in errors
-
-
-def test_an_error_of_the_planner_does_not_hide_the_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titanlike.tools.planning.out_of_memory.savings", lambda *_: 1 / 0)
-    recipe = PretrainRecipe()
-    recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
-    with pytest.raises(SystemExit), Run(recipe):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert "rank 0 is out of memory: CUDA out of memory; plan: ZeroDivisionError" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Shipped hardware files, and the errors of a user's own."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -32,14 +31,6 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_hardware_of_the_documentation_is_shipped() -> None:
-    assert {*hardware_names()} >= {
-        *["h100", "h100_96gb", "h200", "b200", "a100", "a100_40gb", "mi300x", "l40s", "v100", "t4"],
-        *["a10g", "l4", "rtx_4090", "rtx_5090", "rtx_pro_6000"],
-        *["ml.p5.48xlarge", "ml.p4de.24xlarge", "ml.p5.4xlarge"],
-    }
-
-
 @pytest.mark.parametrize("name", hardware_names())
 def test_shipped_files(name: str) -> None:
     hardware = load_hardware(name)
@@ -64,8 +55,8 @@ def test_a_file_with_the_required_keys(tmp_path: Path) -> None:
     assert required == {"name", *tomli.loads(MINIMAL)}
 
 
-@pytest.mark.parametrize("name", ["v100", "v100_32gb", "t4"])
-def test_hardware_without_bfloat16_takes_float16(name: str, cli: Cli) -> None:
+def test_hardware_without_bfloat16_takes_float16(cli: Cli) -> None:
+    name = "t4"
     hardware = load_hardware(name)
     assert hardware.efficiency == 1.0, "there is no measurement"
     with pytest.raises(UserError, match=r"compute_dtype = 'bfloat16', which .* does not have; set .* = 'float16'"):
@@ -78,56 +69,36 @@ def test_hardware_without_bfloat16_takes_float16(name: str, cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("old", "new", "message"),
     [
-        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, a100_pcie, a100_pcie_40gb, a10g, "),
-        ("tpu", "--hardware tpu is unknown; use a100, "),
-        ("none/such.toml", "--hardware none/such.toml: [Errno 2] No such file or directory"),
+        (
+            "bf16_tflops = 100.0",
+            "bf16_tflops = -1.0",
+            "bf16_tflops = -1.0 is not valid: input should be greater than or",
+        ),
+        (
+            "bf16_tflops = 100.0",
+            'bf16_tflops = "fast"',
+            'bf16_tflops = "fast" is not valid: input should be a valid number',
+        ),
+        ("bf16_tflops", "bf16_tflop", "bf16_tflops is missing; add it, as in titanlike/hardware/h100.toml"),
+        ("bf16_tflops", "bf16_tflop", "bf16_tflop is an unknown key; did you mean bf16_tflops?"),
+        ("= 100.0", "=", "Invalid value (at "),
     ],
 )
-def test_unknown_hardware(name: str, message: str) -> None:
-    with pytest.raises(UserError, match="^" + re.escape(message)):
-        load_hardware(name)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("bf16_tflops = -1.0", "bf16_tflops = -1.0 is not valid: input should be greater than or equal to 0.000001"),
-        ("bf16_tflops = 1e7", "bf16_tflops = 10000000.0 is not valid: input should be less than or equal to 1000000"),
-        ("bf16_tflops = nan", "bf16_tflops = NaN is not valid: input should be a finite number"),
-        ('bf16_tflops = "fast"', 'bf16_tflops = "fast" is not valid: input should be a valid number'),
-        ("gpus_per_node = 0.5", "gpus_per_node = 0.5 is not valid: input should be a valid integer"),
-        ("efficiency = 1e-308", "efficiency = 1e-308 is not valid: input should be greater than"),
-        ("launch_us = 1e-308", "launch_us = 1e-308 is not valid: it must be 0 or at least 1e-06"),
-        ('name = "a\\u001b[2J"', "is not valid: it must not contain control characters"),
-    ],
-)
-def test_an_invalid_value(tmp_path: Path, line: str, message: str) -> None:
-    key = line.partition(" =")[0]
-    others = [each for each in MINIMAL.splitlines() if not each.startswith(f"{key} =")]
-    path = write(tmp_path, "\n".join([*others, line]))
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """tests/fuzz/test_hardware_files.py has other values."""
+    path = write(tmp_path, MINIMAL.replace(old, new, 1))
     with pytest.raises(UserError) as caught:
         load_hardware(path)
-    text = str(caught.value)
-    assert text.startswith(f"hardware file {path}: ") and message in text and text.isprintable()
+    assert path in str(caught.value) and message in str(caught.value)
 
 
-def test_a_missing_and_an_unknown_key(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL.replace("bf16_tflops", "bf16_tflop"))
-    with pytest.raises(UserError) as caught:
-        load_hardware(path)
-    missing, unknown = str(caught.value).splitlines()
-    assert "bf16_tflops is missing; add it, as in titanlike/hardware/h100.toml" in missing
-    assert "bf16_tflop is an unknown key; did you mean bf16_tflops?" in unknown
-
-
-def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
-    path = write(tmp_path, "bf16_tflops =")
-    with pytest.raises(UserError, match=rf"^--hardware {re.escape(path)}: Invalid value \(at "):
-        load_hardware(path)
-    with pytest.raises(UserError, match="Is a directory"):
-        load_hardware(str(tmp_path.rename(tmp_path.with_suffix(".toml"))))
+def test_unknown_hardware() -> None:
+    with pytest.raises(UserError, match=r"^--hardware h10 is unknown; did you mean h100[?] use a100, a100_40gb, "):
+        load_hardware("h10")
+    with pytest.raises(UserError, match=r"^--hardware none/such.toml: .* No such file or directory"):
+        load_hardware("none/such.toml")
 
 
 def test_a_file_extends_a_shipped_one(tmp_path: Path) -> None:

@@ -68,13 +68,3 @@ def test_what_a_gpu_has_measured_is_near_its_plan(row: gpu_plans.Compared) -> No
 
 def test_all_rows_of_a_gpu_are_compared() -> None:
     assert len(COMPARED) == 10
-
-
-@pytest.mark.parametrize("name", ["1b_bfloat16", "8b_float8"])
-def test_the_memory_of_a_gpu_and_of_a_null_gpu_is_the_same_to_the_byte(name: str) -> None:
-    rows = [
-        json.loads(path.read_text())["rows"]
-        for path in (gpu_plans.FOLDER / f"{name}.json", gpu_plans.FOLDER.parent / f"null_gpu_{name}.json")
-    ]
-    peaks = [{row: measured["peak_memory_gib"] for row, measured in found.items()} for found in rows]
-    assert peaks[0] == peaks[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.simulated_memory.fakes import fake_process_group
+from tests.fake_group import fake_process_group
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, OLMO2, QWEN2, QWEN3, QWEN3_MOE, tiny
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism

@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Cli
 from titanlike.config import UserError
 from titanlike.models.moe.config import MixtralConfig
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.run.checks import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits, may_fit, smallest_peak
 from titanlike.tools.planning.changes import apply, changes_rounding, expert_sizes, single_changes, text_of
-from titanlike.tools.planning.collectives import Links
 from titanlike.tools.planning.hardware import Hardware, load_hardware
 from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
 from titanlike.tools.planning.plan import GIB, Plan, deciding_ranks, least_seconds, make_plan
-from titanlike.tools.planning.report import as_json, brief, layout_text, result_lines
+from titanlike.tools.planning.report import as_json, layout_text
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.planning.search import SearchResult, search, write_recipe
-from titanlike.tools.planning.traffic import traffic
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 H100 = load_hardware("h100")
@@ -37,21 +34,6 @@ def plan_of(name: str, num_gpus: int, hardware: Hardware = H100, **overrides: st
     return make_plan(Job(recipe_of(name, **overrides), num_gpus), hardware)
 
 
-def test_the_numbers_of_a_plan_are_consistent() -> None:
-    plan = plan_of("llama3_8b", 64)
-    training = plan.job.recipe.training
-    assert plan.time.seconds == pytest.approx(sum(plan.time.parts.values()))
-    assert plan.tokens_per_second_per_gpu * 64 == pytest.approx(training.tokens_per_step / plan.time.seconds)
-    assert plan.hours * 3600 == pytest.approx(training.steps * plan.time.seconds)
-    assert plan.dollars == pytest.approx(plan.hours * 64 * H100.dollars_per_gpu_hour)
-    assert plan.kwh == pytest.approx(plan.hours * 64 * H100.gpu_watts / 1000)
-    flops = plan.job.recipe.model.flops_per_token(8192) * plan.tokens_per_second_per_gpu
-    assert plan.mfu == pytest.approx(flops / (H100.bf16_tflops * 1e12)) and 0.2 < plan.mfu < 0.8
-    assert plan.allocated < plan.reserved < plan.available < H100.memory_gib * GIB
-    free = make_plan(plan.job, replace(H100, dollars_per_gpu_hour=0.0, gpu_watts=0.0))
-    assert free.dollars is None and free.kwh is None and "$" not in brief(free)
-
-
 def test_the_pipeline_rank_with_most_memory_decides() -> None:
     plan = plan_of("llama3_405b", 512)
     assert len(plan.memory) == len(plan.traffic) == 8
@@ -61,11 +43,6 @@ def test_the_pipeline_rank_with_most_memory_decides() -> None:
     changed = replace(plan, memory=(*plan.memory[:3], large, *plan.memory[4:]))
     assert changed.worst_rank == 3 and not changed.fits
     assert limits(changed).startswith("Memory limits this layout") and "activations are 90.0 GiB" in limits(changed)
-
-
-def test_limits_name_the_largest_part_and_the_largest_overhead() -> None:
-    plan = plan_of("llama3_70b", 256)
-    assert limits(plan).startswith("Matmul limits this layout with ") and "exposed tensor" in limits(plan)
 
 
 def test_advice_for_a_layout_that_fits_is_really_faster() -> None:
@@ -83,11 +60,9 @@ def test_advice_for_a_layout_that_fits_is_really_faster() -> None:
     assert all(mode.tokens_per_second <= again.tokens_per_second for mode in modes.values() if mode and mode.fits)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_gpus", "sections"), [("llama3_70b", 128, dict(parallelism__pipeline="2")), ("llama3_8b", 64, {})]
-)
-def test_advice_is_the_best_of_all_single_changes(name: str, num_gpus: int, sections: dict[str, str]) -> None:
-    plan = plan_of(name, num_gpus, **sections)
+def test_advice_is_the_best_of_all_single_changes() -> None:
+    num_gpus = 128
+    plan = plan_of("llama3_70b", num_gpus, parallelism__pipeline="2")
     assert plan.fits
     speeds = {}
     keeping = set()
@@ -120,20 +95,9 @@ def test_the_first_and_last_blocks_have_the_peak(changes: dict[str, str]) -> Non
     assert len(ends.moments) <= 11
 
 
-def test_advice_changes_what_fsdp_keeps() -> None:
-    sections = dict(parallelism__reshard_after_forward="never", parallelism__gradient_sync="last_microbatch")
-    batch = dict(training__local_batch_size="1", training__global_batch_size="32")
-    plan = plan_of("llama3_70b", 32, parallelism__tensor="2", **sections, **batch)
-    assert not plan.fits
-    found = advice(plan, check_recipe)
-    assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus == 32
-    assert found.changes["parallelism.reshard_after_forward"] == "auto"
-    assert found.changes["parallelism.gradient_sync"] == "each_microbatch"
-
-
-@pytest.mark.parametrize(("name", "num_gpus", "keeps_rounding"), [("llama3_8b", 8, True), ("llama3_70b", 32, True)])
-def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name: str, num_gpus: int, keeps_rounding: bool) -> None:
-    plan = plan_of(name, num_gpus, training__local_batch_size="16", activation_checkpoint__mode="none")
+def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit() -> None:
+    num_gpus = 8
+    plan = plan_of("llama3_8b", num_gpus, training__local_batch_size="16", activation_checkpoint__mode="none")
     assert not plan.fits
     found = advice(plan, check_recipe)
     missing = (plan.reserved - plan.available) / GIB
@@ -142,54 +106,7 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name: str, num_gpus:
     check_recipe(changed, num_gpus)
     assert make_plan(Job(changed, num_gpus), H100).fits
     assert changed.training.global_batch_size == plan.job.recipe.training.global_batch_size
-    assert ("the rounding of the result changes" not in found.text) == keeps_rounding
-
-
-def test_advice_names_a_number_of_gpus_that_fits() -> None:
-    plan = plan_of("llama3_70b", 1, parallelism__tensor="1")
-    found = advice(plan, check_recipe)
-    assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus > 1
-    assert f"it fits on {found.plan.job.num_gpus} GPUs with" in found.text
-
-
-def test_a_model_that_no_number_of_gpus_can_hold_is_one_sentence() -> None:
-    dims = {"model__dim": "262144", "model__ffn_dim": "1048576", "model__num_layers": "1", "model__num_kv_heads": "8"}
-    plan = plan_of("llama3_8b", 8, model__num_heads="64", training__global_batch_size="8", **dims)
-    found = advice(plan, check_recipe)
-    assert found.impossible and found.plan is None and "\n" not in found.text
-    assert found.text.startswith("No number of H100 SXM 80 GB GPUs can hold this model")
-
-
-def test_axes_of_the_mesh_that_cross_nodes() -> None:
-    def crossing(job: Job, gpus_per_node: int = 8) -> set[str]:
-        links = Links(job, replace(H100, gpus_per_node=gpus_per_node))
-        return {each.axis for each in traffic(job, 0) if links.spans_nodes(each)}
-
-    assert crossing(Job(recipe_of("llama3_70b"), 256)) == {"shard"}
-    assert crossing(Job(recipe_of("llama3_70b"), 256), gpus_per_node=4) == {"tensor", "shard"}
-    assert crossing(Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)) == {"replicate"}
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "hardware", "runs", "errors"),
-    [
-        ("llama3_1b", {}, "h100", "90% of 41 published runs, held out: FSDP, Hopper and Ampere", "30.5% when 38 of"),
-        ("llama3_1b", {}, "l40s", "90% of 41 published runs, held out: FSDP, Hopper and Ampere; none of them on L40S 48 GB, whose "
-         "efficiency is not measured", "30.5% when 38 of"),
-        ("llama3_1b", {}, "b200", "all 6 published runs, held out: FSDP, newer GPUs", "30.5% when 38 of"),
-        ("llama3_1b", dict(parallelism__context="2"), "h100",
-         "90% of 47 published runs, held out: dense models with tensor, context or pipeline parallelism; fewer than 6 are of this "
-         "class (context, Hopper and Ampere)", "7.0%, held out; it had 30.5% when 38 of"),
-        ("mixtral_8x7b", {}, "h100", "all 5 published runs, held out: mixtures of experts", "127.0% when 5 of"),
-    ],
-)  # fmt: skip
-def test_a_range_names_the_published_runs_that_it_is_from(
-    name: str, keys: dict[str, str], hardware: str, runs: str, errors: str
-) -> None:
-    plan = make_plan(Job(recipe_of(name, **keys), 8), load_hardware(hardware))
-    _, range_line, errors_line, _ = result_lines(plan)
-    assert range_line.endswith(f": {runs}") and errors in errors_line
-    assert runs.partition("held out: ")[2].startswith(as_json(plan)["range_source"])
+    assert "the rounding of the result changes" not in found.text
 
 
 def test_json_has_si_units_and_parts_that_add_up() -> None:
@@ -197,6 +114,9 @@ def test_json_has_si_units_and_parts_that_add_up() -> None:
     values = json.loads(json.dumps(as_json(plan, None, checkpointing_modes(plan, check_recipe))))
     assert values["step_seconds"] == pytest.approx(sum(values["step_parts_seconds"].values()))
     assert values["run_seconds"] == pytest.approx(values["step_seconds"] * 10_000)
+    assert values["run_dollars"] == pytest.approx(values["run_seconds"] / 3600 * 512 * H100.dollars_per_gpu_hour)
+    flops = values["flops_per_token"] * values["tokens_per_second_per_gpu"]
+    assert values["mfu"] == pytest.approx(flops / (H100.bf16_tflops * 1e12))
     for rank in values["pipeline_ranks"]:
         assert rank["peak_allocated_bytes"] == sum(rank["peak_bytes"].values())
         assert rank["peak_allocated_bytes"] == max(sum(moment["bytes"].values()) for moment in rank["moments"])
@@ -235,18 +155,14 @@ def test_a_finished_run_is_compared_with_its_plan() -> None:
     assert unknown.keys() == {"run_memory_gib", "planned_memory_gib"} and "tokens/s" not in comparison_line(unknown)
 
 
-def test_a_layout_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match="does not divide the 12 processes"):
-        plan_of("llama3_70b", 12)
-
-
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    return search(recipe_of("llama3_8b"), 16, H100, check_recipe)
+    fixed = {"parallelism.pipeline", "parallelism.context"}
+    return search(recipe_of("llama3_8b"), 16, H100, check_recipe, fixed=fixed)
 
 
 def test_search_ranks_only_what_is_valid_and_fits(result: SearchResult) -> None:
-    assert result.candidates >= 1000 and len(result.best) == 10
+    assert result.candidates >= 100 and len(result.best) == 10
     recipe = recipe_of("llama3_8b")
     for candidate in result.best:
         planned = candidate.plan.job.recipe
@@ -284,36 +200,6 @@ def test_sizes_of_expert_parallelism_are_searched() -> None:
     assert not any("parallelism.expert" in changes for changes in single_changes(Job(dense, 32), H100))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        dict(parallelism__replicate="8"),
-        dict(parallelism__context="8"),
-        dict(parallelism__pipeline="2", parallelism__pipeline_schedule="gpipe"),
-        dict(float8__scaling="rowwise"),
-    ],
-)
-def test_values_of_the_recipe_that_no_other_candidate_has_are_searched(keys: dict[str, str]) -> None:
-    fixed = {key.replace("__", ".") for key in keys} | {"parallelism.tensor", "training.local_batch_size"}
-    found = search(recipe_of("llama3_1b", **keys), 8, H100, check_recipe, fixed=fixed)
-    assert found.candidates > found.invalid
-
-
-def test_overridden_keys_are_not_searched() -> None:
-    recipe = recipe_of("llama3_8b", parallelism__tensor="2")
-    found = search(recipe, 8, H100, check_recipe, fixed={"parallelism.tensor", "float8.scaling"})
-    assert {candidate.plan.job.layout.tensor for candidate in found.best} == {2}
-    assert {candidate.plan.job.recipe.float8.scaling for candidate in found.best} == {"none"}
-
-
-def test_progress_and_a_model_that_does_not_fit() -> None:
-    recipe = recipe_of("llama3_405b")
-    calls: list[tuple[int, int]] = []
-    found = search(recipe, 8, H100, check_recipe, on_progress=lambda done, total: calls.append((done, total)))
-    assert found.best == [] and found.too_large > 0
-    assert calls == [(done + 1, len(calls)) for done in range(len(calls))] and calls
-
-
 def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path: Path) -> None:
     original = RECIPES / "llama3_8b.toml"
     best = tmp_path / "folder" / "best.toml"
@@ -337,11 +223,6 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
     best.write_text("[training]\nsteps = 3\n")
     with pytest.raises(UserError, match="was not written by --search; choose another name"):
         write_recipe(best, original, {}, result.best[0])
-
-
-def test_a_search_of_a_wrong_recipe_says_what_is_wrong(cli: Cli) -> None:
-    words = [RECIPES / "llama3_8b.toml", "--gpus=8", "--search", "--training.steps=9"]
-    assert "error: schedule.warmup_steps = 500 is more than training.steps = 9" in cli("plan", *words, code=2).err
 
 
 def test_the_fast_check_of_memory_looks_at_the_first_and_the_last_rank() -> None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, stages_of
-from titanlike.tools.planning.schedules import Kind, Order, order, peak_in_flight, simulate_time
+from titanlike.tools.planning.schedules import Kind, Order, order, simulate_time
 
 SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
 
@@ -21,15 +20,6 @@ def test_several_stages_per_rank_compute_each_micro_batch_once(schedule: str) ->
                 assert kinds in (["forward", "backward"], ["forward", "backward_input", "backward_weight"])
         assert len(set(of_rank)) == len(of_rank)
         assert {action.stage for action in of_rank} == set(stages)
-
-
-def test_an_unsupported_number_of_micro_batches_is_an_error_of_the_user() -> None:
-    with pytest.raises(UserError, match=r"pipeline_schedule = 'interleaved_1f1b': .*multiple of the number of rounds"):
-        order("interleaved_1f1b", 4, 8, 9)
-    with pytest.raises(
-        UserError, match=r"pipeline_schedule = '1f1b' over 4 ranks takes 4 micro-batches or more, not 3"
-    ):
-        order("1f1b", 4, 4, 3)
 
 
 def durations(num_stages: int) -> dict[tuple[int, Kind], float]:
@@ -61,23 +51,6 @@ def test_bubbles_of_several_stages_per_rank() -> None:
     interleaved = bubble(order("interleaved_1f1b", num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks)
     for schedule in ("zero_bubble", "zbv", "dualpipev"):
         assert bubble(order(schedule, num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks) < interleaved / 2
-
-
-def test_micro_batches_in_flight() -> None:
-    for num_ranks, num_microbatches in ((4, 4), (4, 16)):
-        gpipe, one_f_one_b = (order(name, num_ranks, num_ranks, num_microbatches) for name in ("gpipe", "1f1b"))
-        assert [peak_in_flight(of_rank) for of_rank in gpipe] == [num_microbatches] * num_ranks
-        expected = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
-        assert [peak_in_flight(of_rank) for of_rank in one_f_one_b] == expected
-    assert [peak_in_flight(of_rank) for of_rank in order("zbv", 4, 8, 16)] == [
-        8
-    ] * 4  # of half the size of a rank's blocks
-    assert peak_in_flight(order("1f1b", 1, 1, 5)[0]) == 1  # gradient accumulation
-
-
-def test_one_rank_accumulates_without_waiting() -> None:
-    times = simulate_time(order("1f1b", 1, 1, 3), durations(1), p2p=lambda *_: 100.0)
-    assert times == (9.0, (0.0,))
 
 
 def test_the_slowest_stage_and_the_transfers_determine_the_time() -> None:

@@ -82,15 +82,8 @@ class LlamaCpp:
 
     def greedy(self, prompt: list[int] | str, number: int, **options: Any) -> Any:
         """Returns the text, the tokens and, with n_probs, their probabilities."""
-        return self.post(
-            "completion",
-            prompt=prompt,
-            n_predict=number,
-            temperature=0,
-            return_tokens=True,
-            cache_prompt=False,
-            **options,
-        )
+        options |= dict(prompt=prompt, n_predict=number, temperature=0, return_tokens=True, cache_prompt=False)
+        return self.post("completion", **options)
 
 
 @torch.no_grad()
@@ -217,22 +210,16 @@ def test_tokens_and_chats_of_published_tokenizers(
     assert_equal_tokens(served(str(folder), tmp_path)[0], folder, family)
 
 
-@pytest.mark.parametrize("name", ["bytes", "json"])
-def test_a_trained_model_continues_as_in_transformers(
-    name: str, vocabularies: dict[str, str], tmp_path: Path, cli: Cli
-) -> None:
+def test_a_trained_model_continues_as_in_transformers(vocabularies: dict[str, str], tmp_path: Path, cli: Cli) -> None:
     options = SMALL | {"data.source": "python_stdlib", "training.steps": "40", "run.name": "trained"}
-    options |= {"tokenizer.encoding": vocabularies[name], "model.vocab_size": "704", "training.seq_len": "128"}
+    options |= {"tokenizer.encoding": vocabularies["json"], "model.vocab_size": "704", "training.seq_len": "128"}
     done = run(tmp_path, **options)
     assert done.returncode == 0, done.stderr
     source = tmp_path / "runs/trained"
     cli("export", source, tmp_path / "hf")
     printed = cli("export", source, tmp_path / "model.gguf", "--format", "gguf")
     assert printed.out.endswith(f"bytes, from {source}/checkpoints/step-00000040\n")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
-        AutoTokenizer.from_pretrained(tmp_path / "hf"),
-    )
+    model, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
     server = LlamaCpp(tmp_path / "model.gguf")
     for prompt in ("def ", "    return self.", "class é"):
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -255,7 +242,7 @@ def test_gemma_3_out_and_back(published_tokenizer: Callable[[str], Path], tmp_pa
     export(weights, tmp_path / "hf")
     export_gguf(weights, tmp_path / "model.gguf")
     reference, tokenizer = load(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
-    prompt = "".join(TEXTS[3:40])  # longer than the window
+    prompt = "".join(TEXTS[2:30])  # longer than the window
     inputs = tokenizer(prompt, return_tensors="pt")
     start = inputs.input_ids.shape[1]
     expected = reference.generate(**inputs, max_new_tokens=20, do_sample=False)[0, start:].tolist()
@@ -267,7 +254,7 @@ def test_gemma_3_out_and_back(published_tokenizer: Callable[[str], Path], tmp_pa
         torch.testing.assert_close(again[key], value, rtol=0, atol=1e-6)  # norms are stored with 1 added
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.1), ("float16", 0.02), ("q8_0", 0.5)])
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.1), ("q8_0", 0.5)])
 def test_precisions(dtype: str, limit: float, tmp_path: Path) -> None:
     config = dataclasses.replace(MODELS["Qwen3-MoE"], dim=64, ffn_dim=64)  # type: ignore[type-var]
     model = model_of(config)

@@ -21,53 +21,35 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnin
 TEXTS = [
     "",
     " ",
-    "a",
     "The capital of France is Paris.",
     "Hello, World!  Two spaces,   three.",
-    " leading space",
-    "trailing space ",
-    "\n",
-    "\n\n\n",
     "\r\n windows\r\nlines\r\n",
     "\ttabs\t\tand\t\t\tmore",
     "    four\n        eight\n            twelve",
     "def f(x):\n    return {'a': [x ** 2 for x in range(10)]}\n",
     '<div class="a">&nbsp;<br/></div>',
-    "SELECT * FROM t WHERE a >= 10 AND b != 'x';",
     "https://example.org/path?query=1&other=%20#fragment",
-    "someone@example.org",
     "1 12 123 1234 12345 123456 1234567",
-    "3.14159, -2.5e-10, 1,000,000.00",
-    "0xDEADBEEF 0b1010 1_000",
     "I'm you're we'll they've he'd it's DON'T I'LL",
     "CamelCase snake_case kebab-case SCREAMING_CASE",
-    "ALL CAPITALS AND lower and MiXeD",
-    "antidisestablishmentarianism pneumonoultramicroscopicsilicovolcanoconiosis",
     "!!!???... --- ___ === ***",
     "“curly” ‘quotes’ — dashes – and… ellipsis",  # noqa: RUF001
     "Ärger über Größe, naïve façade, Łódź, İstanbul",
     "e\u0301 combined, é composed, \u0041\u030a",
     "ﬁ ligature, ½ fraction, ² superscript, Ω ohm, Ａ full width",  # noqa: RUF001
     "Привет, как дела?",
-    "Καλημέρα κόσμε",
-    "שלום עולם",
     "مرحبا بالعالم",
     "नमस्ते दुनिया",
     "สวัสดีชาวโลก",
     "こんにちは世界。カタカナ",
     "你好,世界!今天天气很好。",
-    "안녕하세요 세계",
-    "Xin chào thế giới",
     "🙂👍🏽👩‍👩‍👧‍👦🇫🇷",
-    "mixed 中文 and English и русский",
     "zero\u200bwidth\u200djoiner\ufeffmark",
     "no\u00a0break\u2003em\u3000ideographic spaces",
     "control \x00\x01\x1b\x7f characters",
     "\ud7ff\ue000\ufffd\U0010ffff",
     "a" * 300,
     " " * 100 + "x",
-    "\n \n  \n   \n",
-    "∫₀^∞ e^{-x²} dx = √π/2",
     "\\begin{align} \\alpha &= \\frac{1}{2} \\\\ \\end{align}",
     "one▁two ▁ three",
     "half of a name: <|im_start <start_of <|begin_of",
@@ -86,23 +68,6 @@ def test_tokens_are_those_of_transformers(published_tokenizer: Callable[[str], P
         assert ours.encode(text).tolist() == expected, text
         assert ours.decode(expected) == theirs.decode(expected, clean_up_tokenization_spaces=False), text
     assert ours.eos == theirs.eos_token_id
-
-
-@pytest.mark.parametrize("family", PACKAGES)
-def test_names_of_special_tokens_are_these_tokens_only_where_asked_for(
-    published_tokenizer: Callable[[str], Path], family: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    folder = published_tokenizer(family)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    ours = build_tokenizer(Tokenizer(encoding=str(folder)))
-    for name, number in list(ours.codec.special.items())[:40]:
-        text = f"before{name} after"
-        tokens, ends = ours.encode_with_special(text)
-        assert tokens.tolist() == theirs.encode(text, add_special_tokens=False), name
-        assert number in tokens and ends[-1] == len(text)
-        assert number not in ours.encode(text)
 
 
 # Blocks of characters: ASCII, Latin, combining marks, Hangul letters, spaces, kana, private characters, emoji.

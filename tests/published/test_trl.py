@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.chat_formats import EQUAL, FORMATS, Format, Message, assistant, user
+from tests.chat_formats import EQUAL, FORMATS, Format
 from titanlike.config.sections import Tokenizer
 from titanlike.data.documents.conversations import RecordReader, conversation_of
-from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
+from titanlike.data.tokens.chat_template import ChatTemplate
 from titanlike.data.tokens.tokenizer import build_tokenizer
 
 if importlib.util.find_spec("trl") is None:
@@ -77,81 +77,6 @@ def test_tokens_and_labels_equal_those_of_trl(published_tokenizer: Published, fo
     conversation = conversation_of(record, RecordReader())
     *_, found = ChatTemplate(reference.chat_template, tokenizer).encode(conversation)
     assert_equal_but_for_the_end(found, expected, reference)
-
-
-CONVERSATIONS: dict[str, list[Message]] = {
-    "one turn": [user("Hello"), assistant("Hi!")],
-    "two turns": [user("Hello"), assistant("Hi!"), user("  Bye\n"), assistant("See you.\n\n  Soon")],
-    "with system": [
-        {"role": "system", "content": "Be brief."},
-        user("Hello"),
-        assistant("Hi!"),
-        user("Bye"),
-        assistant("Bye!"),
-    ],
-}
-THOUGHTS = {
-    "thoughts": [
-        user("17 + 5?"), assistant("22", reasoning_content="17 + 3 = 20, + 2 = 22."),
-        user("And 2 more?"), assistant("24", reasoning_content="22 + 2"), user("Thanks!"), assistant("Sure."),
-    ],
-    "tools": [
-        user("What is 17 plus 5?"), assistant("", reasoning_content="I add.", tool_calls=[
-            {"type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 5}}}
-        ]),
-        {"role": "tool", "content": "22"}, assistant("It is 22.", reasoning_content="Done."), user("Bye"), assistant("Bye!"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [*((family, name) for family in ("Qwen3", "Llama 3.1", "Gemma 3") for name in CONVERSATIONS)]
-    + [("Qwen3", name) for name in THOUGHTS],
-)
-def test_trls_training_template_gives_the_same(
-    published_tokenizer: Published, family: str, name: str, tmp_path: Path
-) -> None:
-    from trl.chat_template_utils import get_training_chat_template
-
-    folder = published_tokenizer(family)
-    tokenizer, reference = build_tokenizer(Tokenizer(encoding=str(folder))), AutoTokenizer.from_pretrained(folder)
-    reference.chat_template = template_of(family, reference)
-    messages = (CONVERSATIONS | THOUGHTS)[name]
-    # As data.chat_template, all is equal.
-    (tmp_path / "template.jinja").write_text(get_training_chat_template(reference))
-    expected = read_by_trl({"messages": messages}, reference, tmp_path)
-    [(tokens, labels)] = build_chat_template(str(tmp_path / "template.jinja"), tokenizer).encode(
-        conversation_of({"messages": messages})
-    )
-    assert (tokens.tolist(), labels.tolist()) == expected
-    # With the published template, the last answer of each sequence is what TRL reads of the conversation up to it without what was
-    # thought before, and each answer is once a label.
-    template = ChatTemplate(reference.chat_template, tokenizer)
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    sequences = template.encode(conversation_of({"messages": messages}))
-    assert len(sequences) == {"Qwen3": {"tools": 2, "one turn": 1, "thoughts": 3}.get(name, 2)}.get(family, 1)
-    labeled = [reference.decode(tokens[labels].tolist()) for tokens, labels in sequences]
-    ends = [label_of(messages, number, template, reference) for number in answers]
-    assert "".join(labeled) == "".join(ends)
-    for tokens, _ in sequences:
-        # As transformers renders the conversation up to the last answer of the sequence.
-        rendered = [
-            reference.apply_chat_template(messages[: number + 1], return_dict=True)["input_ids"] for number in answers
-        ]
-        assert tokens.tolist() in rendered
-    if len(sequences) > 1:
-        first = read_by_trl({"messages": messages[: answers[0] + 1]}, reference, tmp_path)
-        found = template.encode(conversation_of({"messages": messages[: answers[0] + 1]}))[0]
-        assert_equal_but_for_the_end(found, first, reference)
-
-
-def label_of(messages: list[Message], number: int, template: ChatTemplate, reference: Any) -> str:
-    """Returns what an answer adds to its prompt, as transformers renders both, up to the end of the turn."""
-    prompt = reference.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
-    whole = reference.apply_chat_template(messages[: number + 1], tokenize=False)
-    assert whole.startswith(prompt)
-    return str(whole[len(prompt) :]).rstrip()
 
 
 def test_text_with_a_prompt_is_what_trl_reads_of_a_prompt_and_a_completion(

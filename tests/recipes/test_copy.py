@@ -53,14 +53,9 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
             f'mine.py is running, but the program of mine.toml is {shipped}; set program = "mine"',
         ),
         (
-            (shipped, "mine.toml", "--program=mine"),
-            f"{shipped} is running, but the program of mine.toml is mine.py; set",
-        ),
-        (
             (shipped, "--program", "nonsense"),
             "command line: program = 'nonsense': there is no program 'nonsense.py' in ",
         ),
-        ((shipped, "--recipe", "none.toml"), "none.toml: recipe not found"),
         ((shipped, "mine.toml", "--recipe", "mine.toml"), "mine.toml mine.toml: give one recipe"),
     ):
         refused = python(tmp_path, *words, *small)
@@ -76,9 +71,3 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
         done.stderr
     )
     assert losses(tmp_path / "runs/mine")
-    # Without a recipe, any program trains the default one.
-    assert python(tmp_path, "mine.py", *small, "--run.name=default").returncode == 0
-    # With the remedy, the program runs without a warning.
-    done = python(tmp_path, "mine.py", "mine.toml", "--program=mine", *small, "--run.name=own")
-    assert done.returncode == 0
-    assert not done.stderr

@@ -57,12 +57,8 @@ from titanlike.run.start import start as start_program
 from titanlike.utils.rng import seed_generators
 
 STEPS, SEED, SKIPPED, OVERFLOW = 9, 3, 2, 5
-DUE = {
-    "validation": 2,
-    "save": 2,
-    "sample": 3,
-    "evaluation": 4,
-}  # intervals, of which none but the third divides the last step
+# Intervals, of which none but the third divides the last step.
+DUE = {"validation": 2, "save": 2, "sample": 3, "evaluation": 6}
 COMMON: dict[str, Any] = {
     "run.seed": SEED, "run.device": "cpu", "run.dir": "runs", "data.source": "synthetic", "data.prefetch": 3,
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.vocab_size": 320,
@@ -343,12 +339,10 @@ class Runs:
         self.last = self.start("parts", faults=faults)
         self.states = [read_whole(folder / f"runs/{name}/checkpoints/step-{STEPS:08d}") for name in ("whole", "parts")]
         self.lines = {name: records(folder / "runs" / name) for name in ("whole", "parts")}
-        # From the steps after which a sample and an evaluation were recorded.
-        options: dict[str, Any] = {"validation.interval": 1} | ({"evaluation.limit": 1} if self.evaluates else {})
-        self.again = {
-            step: self.start("whole", options | {"checkpoint.resume_from": step}, code=2, faults={step + 1: "loss"})
-            for step in (6, 4)
-        }
+        # From the step after which a sample and an evaluation were recorded.
+        options: dict[str, Any] = {"validation.interval": 1, "checkpoint.resume_from": 6}
+        options |= {"evaluation.limit": 1} if self.evaluates else {}
+        self.again = self.start("whole", options, code=2, faults={7: "loss"})
         options = {"checkpoint.initial": "runs/whole", "checkpoint.enabled": False, "training.steps": 2}
         options |= {"checkpoint.allow_changed": '["data.path"]'}
         options |= {
@@ -427,8 +421,7 @@ def test_what_each_step_calls(runs: Runs) -> None:
     # What was due when the run was stopped is measured now.
     assert called(runs.signalled) == runs.measured(4) + runs.loop(range(5, 7), stops=True)
     assert called(runs.last) == runs.measured(6) + runs.loop(range(7, STEPS + 1), stops=False) + end
-    for step, start in runs.again.items():  # nothing is measured again
-        assert called(start)[:2] == ["Watchdog.step", "Profiler.step"], step
+    assert called(runs.again)[:2] == ["Watchdog.step", "Profiler.step"]  # nothing is measured again
     starts = (runs.whole, runs.failed, runs.signalled, runs.last)
     requests = [
         [(call.step, call.arguments["number"]) for call in start["GracefulShutdown.request"]] for start in starts
@@ -594,8 +587,7 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
         (runs.failed, ["stopped by SIGHUP; to resume from step 4"]),  # the number of the request
         (runs.signalled, ["resumed at step 4", "stopped by SIGTERM; to resume from step 6"]),
         (runs.last, ["resumed at step 6", *sample, "done: runs/parts"]),
-        (runs.again[6], ["resumed at step 6", f"step 7: {limit}"]),
-        (runs.again[4], ["resumed at step 4", f"step 5: {limit}"]),
+        (runs.again, ["resumed at step 6", f"step 7: {limit}"]),
         (runs.initial, ["starting from the weights of runs/whole"]),
     ):
         assert [text for text in texts if text not in start.output] == []
@@ -603,7 +595,7 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
     assert isinstance(runs.whole.one("RunDirectory.completion_message").arguments["measured"], Measured)
     exported = [path.name for path in (runs.folder / "runs/whole/hf").iterdir()]
     assert "config.json" in exported and ("chat_template.jinja" in exported) == (runs.program in LORA)
-    resumed = {runs.signalled: (4, 0), runs.last: (6, 0), runs.again[6]: (6, 6), runs.again[4]: (4, 4)}
+    resumed = {runs.signalled: (4, 0), runs.last: (6, 0), runs.again: (6, 6)}
     for start, (step, asked) in resumed.items():
         found = start.one("CheckpointManager.find")
         saved = found.result
@@ -621,13 +613,8 @@ def test_how_a_run_stops_and_resumes(runs: Runs) -> None:
         assert_called(start.one("build_dataloaders"), validate=True)
         assert_called(start.one("NonFiniteGuard.__init__"), skipped=[SKIPPED], loss_scale=saved.loss_scale)
         names = [call.name for call in start.calls]
-        in_order = [
-            "check_resume",
-            "build_model",
-            "CheckpointManager.register",
-            "CheckpointManager.load",
-            "RunDirectory.open",
-        ]
+        in_order = ["CheckpointManager.register", "CheckpointManager.load", "RunDirectory.open"]
+        in_order = ["check_resume", "build_model", *in_order]
         assert sorted(in_order, key=names.index) == in_order
 
 
@@ -635,11 +622,6 @@ def test_a_run_starts_from_given_weights(runs: Runs) -> None:
     names = [call.name for call in runs.initial.calls]
     assert names.index("build_optimizer") < names.index("seed_generators") < names.index("RunDirectory.open")
     loaded = runs.initial["load_initial"][-1]
-    assert_called(
-        loaded,
-        model=runs.initial.model,
-        initial="runs/whole",
-        config=runs.initial.recipe.model,
-        allow_changed=("data.path",),
-    )
+    config = runs.initial.recipe.model
+    assert_called(loaded, model=runs.initial.model, initial="runs/whole", config=config, allow_changed=("data.path",))
     assert not any(start["load_initial"] for start in (runs.whole, runs.failed, runs.signalled, runs.last))

@@ -134,11 +134,6 @@ def test_estimator_sends_the_request_with_unused_hyperparameters(
     assert json.loads(json.dumps(submitted)) == request_
 
 
-def test_boto3_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert submit.select_sender() == "boto3"
-
-
 # What examples/sagemaker_estimator.py asks for, as the service names it. A version of the SDK adds its own keys.
 KEYS = {
     "training.steps": "2000", "optimizer.lr": "0.0003", "run.deterministic": "false", "checkpoint.export": "bfloat16",

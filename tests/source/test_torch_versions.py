@@ -2,9 +2,8 @@
 
 import json
 import re
-from pathlib import Path
 
-from benchmarks.torch_versions import RECORD, ROOT, counts, release, table
+from benchmarks.torch_versions import RECORD, ROOT, release, table
 
 
 def test_the_torch_versions_are_those_of_the_record() -> None:
@@ -19,13 +18,3 @@ def test_the_torch_versions_are_those_of_the_record() -> None:
         assert result["packages"]["torch"].startswith(f"{version}.")
         assert result["failures"] == [] and result["passed"] > 1000
     assert f"-->\n\n{table(recorded)}\n\n" in (ROOT / "docs/installing.md").read_text()
-
-
-def test_the_report_of_a_torch_version_counts_tests(tmp_path: Path) -> None:
-    # The teardown of the last test failed.
-    outcomes = [("b", ""), ("c", "<failure/>"), ("d", "<skipped/>"), ("e", ""), ("e", "<error/>")]
-    cases = "".join(f'<testcase classname="a" name="{name}">{outcome}</testcase>' for name, outcome in outcomes)
-    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert counts(tmp_path / "report.xml") == {
-        "passed": 1, "failed": 2, "skipped": 1, "failures": ["a::c", "a::e"]
-    }  # fmt: skip

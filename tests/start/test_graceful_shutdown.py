@@ -52,15 +52,6 @@ def test_second_ctrl_c_raises_keyboard_interrupt(alone: None, capfd: pytest.Capt
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("requests", [(1,), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)], ids=str)
-def test_of_several_requests_the_largest_number_counts(alone: None, requests: tuple[int, ...]) -> None:
-    """Also a number that is no signal, for another reason."""
-    with GracefulShutdown() as shutdown:
-        for number in requests:
-            shutdown.request(number)
-        assert shutdown.result() == max(requests)
-
-
 def _results_of_three_steps(sizes: dict[str, int], signaled_rank: int) -> tuple[list[int], Counter[str]]:
     """Sends a signal to one rank in the second step, and another one to rank 3. Returns the results and the collectives."""
     mesh = mesh_of("cpu", **sizes)

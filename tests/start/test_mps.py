@@ -16,7 +16,7 @@ from titanlike.distributed.environment import RankInfo
 from titanlike.metrics.hardware import device_name, peak_memory_gib
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.recipe import PretrainRecipe, load
-from titanlike.run.checks import check_machine, check_recipe
+from titanlike.run.checks import check_machine
 from titanlike.run.run_dir import machine_metadata
 from titanlike.utils import system
 
@@ -26,27 +26,6 @@ MPS = torch.device("mps")
 
 def recipe(**overrides: str) -> PretrainRecipe:
     return load(PretrainRecipe, DEBUG, {"run.device": "mps", **overrides})
-
-
-def test_the_debug_recipe_is_valid() -> None:
-    check_recipe(recipe(), 1)
-    check_recipe(recipe(**{"data.document_masks": "true", "training.attention": "math"}), 1)  # not FlexAttention
-
-
-@pytest.mark.parametrize(
-    ("overrides", "processes", "message"),
-    [
-        ({}, 2, "run.device = 'mps' trains one process, but there are 2; use one, or run.device = 'cpu'"),
-        ({"float8.scaling": "tensorwise"}, 1, "has no float8; set float8.scaling = 'none' instead of 'tensorwise'"),
-        ({"compile.mode": "block"}, 1, "is not supported by compile.mode = 'block'; set it to 'none'"),
-        ({"training.attention": "flash"}, 1, "has no kernel training.attention = 'flash'; set it to 'auto'"),
-        ({"parallelism.cpu_offload": "true"}, 1, "but run.device = 'mps'; set it to false"),
-    ],
-)
-def test_what_an_apple_gpu_lacks_is_refused(overrides: dict[str, str], processes: int, message: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_recipe(recipe(**overrides), processes)
-    assert message in str(refused.value)
 
 
 def test_machines_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.faults.faulty import Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, warnings_of
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
 from tests.launching import SMALL, losses, run
 from tests.stores.conftest import Bucket
 from titanlike.checkpoint.remote import RemoteStore
@@ -78,29 +78,6 @@ def test_a_run_resumes_bit_exactly(bucket: Bucket, tmp_path: Path) -> None:
     assert "falling back to the previous checkpoint" in again.stderr
     assert "resumed at step 4\n" in again.stdout
     assert losses(tmp_path / "runs/r") == expected and set(expected) == set(range(1, 7))
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        pytest.param(Fault(f"{REMOTE}.create", step=4, argument="rank-00001.safetensors", rank=1), [2], id="shard"),
-        pytest.param(Fault(f"{REMOTE}.create", step=4, argument="manifest.json"), [2], id="before the manifest"),
-        pytest.param(Fault(f"{REMOTE}.publish", "after", step=4), [2, 4], id="after the commit"),
-    ],
-)
-def test_killed_while_saving(
-    bucket: Bucket, starter: Starter, undisturbed: Trained, tmp_path: Path, fault: Fault, expected: list[int]
-) -> None:
-    options = {"checkpoint.dir": f"{bucket.url}/remote", "checkpoint.mode": "sync"}
-    job = starter.start(tmp_path, fault, **options)
-    assert job.wait_for_a_death()[fault.rank] == -9, job.output
-    manifests = {f"step-0000000{step}/manifest.json" for step in expected}
-    assert {name for name in bucket.names("remote/run") if name.endswith("/manifest.json")} == manifests
-    job = resume(starter, tmp_path, **options)
-    assert f"resumed at step {expected[-1]}\n" in job.output
-    assert warnings_of(job.output) == []
-    bucket.download("remote/run", tmp_path / "copy")
-    assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "copy")
 
 
 def test_a_store_that_is_lost_during_a_save(

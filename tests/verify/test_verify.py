@@ -1,9 +1,6 @@
 """`titanlike verify` as a user runs it, on a correct recipe, on programs with a planted error, and on a module."""
 
-import itertools
-import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +10,18 @@ import torch
 from tests.launching import ROOT, python
 from tests.programs import blocks, edited, verify
 from titanlike.config import UserError
-from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.sections import Data, Tokenizer
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
-from titanlike.models.gpt.config import GPTConfig
-from titanlike.recipe import PretrainRecipe, load
-from titanlike.recipe.load import read
 from titanlike.run.checks import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.verify.batches import first_difference, read_batches
-from titanlike.tools.verify.compiled import check_backend, known_bugs, verify_compiled_file
+from titanlike.tools.verify.compiled import verify_compiled_file
 from titanlike.tools.verify.options import parse_layout, parse_tolerance
 from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
-from titanlike.tools.verify.small_recipe import fitting_batch, shrink
+from titanlike.tools.verify.small_recipe import shrink
 
 
 def copied(folder: Path, old: str, new: str) -> str:
@@ -55,39 +48,19 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
     assert "optimizer.eps" not in done.stdout  # set by the user
     assert re.search(r"weights .*; tolerance 1e-03\n", done.stdout)
     first = re.search(r"^ +1 +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
-    assert (
-        first
-        and float(first[1]) == pytest.approx(float(first[2]))
-        and float(first[3]) == pytest.approx(float(first[4]))
-    )
+    assert first
+    assert [float(first[1]), float(first[3])] == pytest.approx([float(first[2]), float(first[4])])
     assert done.stderr == ""
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("llama3_405b", marks=pytest.mark.every),
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_32b", "llama3_70b")),
-        pytest.param("llama3_8b_128k", marks=pytest.mark.slow),
-    ],
-)
-def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dimension(
-    name: str, tmp_path: Path
-) -> None:
-    recipe = ROOT / f"train_configs/{name}.toml"
-    sizes = load_known(recipe, {}).parallelism.dimensions()
-    layout = ",".join(f"{dimension}=2" for dimension, size in sizes.items() if size != 1)
-    assert "shard=2" in layout and layout.count("=2") == {"qwen3_32b": 1, "llama3_405b": 3}.get(name, 2)
-    done = verify(tmp_path, str(recipe), "--layout", layout, "--steps", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("\nequal within tolerance\n")
-
-
 @pytest.mark.slow
-def test_a_recipe_with_lora_and_initial_weights_is_equal_under_a_layout(tmp_path: Path) -> None:
-    recipe = ROOT / "train_configs/finetune_llama3_8b.toml"
-    done = verify(tmp_path, str(recipe), "--layout", "tensor=2,shard=2", "--steps", "2")
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama3_8b_128k", "shard=2,context=2"), ("finetune_llama3_8b", "tensor=2,shard=2")]
+)
+def test_a_recipe_at_scale_is_equal_under_a_layout(name: str, layout: str, tmp_path: Path) -> None:
+    """Also with LoRA and initial weights."""
+    done = verify(tmp_path, name, "--layout", layout, "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("\nequal within tolerance\n")
 
@@ -108,51 +81,38 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     ("layout", "message"),
     [
         ("tensr=2", "'tensr=2' is not KEY=VALUE with a key of [parallelism], such as tensor=2; did you mean tensor?"),
-        ("tensor", "'tensor' is not KEY=VALUE with a key of [parallelism]"),
-        ("tensor=0", "'tensor=0': give a number of processes, such as tensor=2"),
         ("shard=-1", "'shard=-1': give a number of processes"),
         ("tensor=8,pipeline=8", "more than 32 processes on one machine"),
     ],
 )
-def test_an_invalid_layout_is_reported(layout: str, message: str) -> None:
+def test_layouts(layout: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_layout(layout)
     assert message in str(caught.value)
-
-
-def test_a_layout_may_hold_a_list() -> None:
     chosen = parse_layout("pipeline=2,pipeline_split=[1, 3],tensor=2")
     assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
 
 
-def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> None:
-    done = verify(tmp_path, str(ROOT / "train_configs/llama3_8b.toml"), "--layout", "tensor=16")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "parallelism.tensor = 16 does not divide model.num_kv_heads = 8; use 1, 2, 4 or 8" in done.stderr
-    assert "error: error: " not in done.stderr
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize(
-    "name", ["gpt2_124m", "llama3_405b", "llama3_8b_float8", "qwen2_5_7b", "gemma3_4b", "mixtral_8x7b"]
+    ("name", "layout", "processes"),
+    [
+        ("llama3_405b", "pipeline=2,tensor=2,shard=2", 8),
+        ("gemma3_4b", "tensor=4", 4),
+        ("mixtral_8x7b", "pipeline=2,pipeline_schedule=zbv", 2),
+        ("llama3_8b_float8", "tensor=4", 4),
+    ],
 )
-@pytest.mark.parametrize("layout", ["tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"])
-def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> None:
+def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str, processes: int) -> None:
     recipe = ROOT / f"train_configs/{name}.toml"
     chosen = {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
-    if load_known(recipe, {}).model.vocab_size % 2:
-        chosen["model.vocab_size"] = "50304"
-    values = load_known(recipe, chosen)
-    processes = 8 if "shard=2" in layout and "tensor" in layout else 4 if "tensor" in layout else 2
-    as_dicts = {key: vars(value) for key, value in vars(values).items() if hasattr(value, "__dict__")}
-    smaller = shrink(as_dicts, processes, steps=5)
+    sections = {
+        key: vars(value) for key, value in vars(load_known(recipe, chosen)).items() if hasattr(value, "__dict__")
+    }
+    smaller = shrink(sections, processes, steps=5)
     words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in smaller.items()}
     made = load_known(recipe, chosen | words)
-    if made.parallelism.tensor <= getattr(values.model, "num_kv_heads", 64):
-        check_recipe(made, processes)
-    assert made.model.num_parameters() < 1_500_000 or isinstance(made.model, GPTConfig)
-    assert read(recipe)
+    check_recipe(made, processes)
+    assert made.model.num_parameters() < 1_500_000
 
 
 def test_the_shrunk_recipe_writes_nothing_where_the_recipe_does() -> None:
@@ -172,44 +132,6 @@ def test_the_shrunk_recipe_writes_nothing_where_the_recipe_does() -> None:
     assert smaller["metrics.tensorboard_dir"] == smaller["metrics.prometheus"] == ""
 
 
-def changed(recipe: PretrainRecipe, overrides: dict[str, Any]) -> PretrainRecipe:
-    """Returns the recipe with these dotted keys, without the cost of loading a file."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in overrides.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
-    return replace(recipe, **{name: replace(getattr(recipe, name), **fields) for name, fields in sections.items()})
-
-
-def test_the_shrunk_recipe_is_valid_for_every_layout_that_the_recipe_supports() -> None:
-    base = changed(load(PretrainRecipe, ROOT / "train_configs/debug.toml"), {"model.num_layers": 16})
-    values = {section: vars(value) for section, value in vars(base).items() if hasattr(value, "__dict__")}
-    num_valid = num_refused = 0
-    for schedule, *layout in itertools.product(SCHEDULES, *([(1, 2, 3, 4, 8)] * 5)):
-        processes = math.prod(layout)
-        # Without a pipeline, the schedule has no effect.
-        if processes > 16 or (layout[0] == 1 and schedule != "1f1b"):
-            continue
-        for stages in (0, 2) if schedule == "zero_bubble" and layout[0] > 1 else (0,):
-            chosen = dict(zip(DIMENSIONS, layout, strict=True)) | dict(
-                pipeline_schedule=schedule, pipeline_stages=stages
-            )
-            parallelism = values["parallelism"] | chosen
-            # The batch is the recipe's, or one that fits the layout, which `verify` falls back to.
-            for batch in ({}, fitting_batch(parallelism, processes)):
-                recipe = changed(base, {f"parallelism.{key}": value for key, value in chosen.items()} | batch)
-                try:
-                    check_recipe(recipe, processes)
-                except UserError:
-                    num_refused += 1
-                    continue
-                num_valid += 1
-                training = values["training"] | {key.partition(".")[2]: value for key, value in batch.items()}
-                smaller = shrink(values | dict(parallelism=parallelism, training=training), processes, steps=5)
-                check_recipe(changed(recipe, smaller), processes)
-    assert num_valid > 300 and num_refused > 300
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -220,12 +142,9 @@ def test_the_shrunk_recipe_is_valid_for_every_layout_that_the_recipe_supports() 
 )
 def test_tolerances(text: str, expected: dict[str, float]) -> None:
     assert parse_tolerance(text, TOLERANCES) == expected
-
-
-@pytest.mark.parametrize("text", ["losses=1e-3", "loss=", "nan", "inf", "-1", "loss=1e-3,weights"])
-def test_an_invalid_tolerance_is_reported(text: str) -> None:
-    with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
-        parse_tolerance(text, TOLERANCES)
+    for wrong in ("losses=1e-3", "nan", "-1"):
+        with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
+            parse_tolerance(wrong, TOLERANCES)
 
 
 def test_nan_is_never_equal() -> None:
@@ -342,16 +261,6 @@ def test_the_function_of_the_library_starts_the_processes(tmp_path: Path) -> Non
     assert done.stdout.endswith("\nequal within tolerance\n")
 
 
-def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
-    write_build(tmp_path)
-    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--model.dim=64")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py:model is no recipe, so it takes no --model.dim=64\n"
-    done = verify(tmp_path, "build.py:other", "--layout", "tensor=2")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py has no function other, which returns the module\n"
-
-
 def compared(capsys: pytest.CaptureFixture[str], target: Path, backend: str, steps: int = 1) -> tuple[Any, str]:
     """Returns the exit code of `verify --compile`, and what it prints."""
     with pytest.raises(SystemExit) as ended:
@@ -407,24 +316,7 @@ def test_compiled_code_of_a_module_is_compared(tmp_path: Path, capsys: pytest.Ca
     assert text.endswith("or dropout that is a function of its inputs\n") and "has pytorch #190758: " in text
 
 
-def test_what_cannot_be_compiled_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_build(
-        tmp_path,
-        ("def model() ->", "def compile(model):\n    pass\n\n\ndef model() ->"),
-        ("    return MLP()", "    exit(0)"),
-    )
-    for backend, message in (
-        ("aot_eager", "compile(model) of this file chooses the backend; remove --compile.backend=aot_eager"),
-        ("", "its code calls sys.exit(0); remove that"),
-    ):
-        with pytest.raises(UserError) as caught:
-            verify_compiled_file(f"{tmp_path}/build.py:model", backend, 1)
-        assert message in str(caught.value)
-    monkeypatch.setattr("titanlike.utils.system.cxx_compiler", lambda: None)
-    with pytest.raises(UserError, match=r"no C\+\+ compiler, which the backend inductor needs: apt-get install"):
-        check_backend("inductor")
-
-
+@pytest.mark.slow
 def test_compiled_code_of_a_recipe_is_compared(tmp_path: Path) -> None:
     done = verify(
         tmp_path, str(ROOT / "train_configs/debug.toml"), "--compile", "--compile.backend=aot_eager", "--steps", "2",
@@ -444,16 +336,3 @@ def test_the_code_of_inductor_is_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"debug\.toml compiled with inductor \(torch ", done.stdout)
     assert done.stdout.endswith("\nequal within tolerance\n")
-
-
-def test_what_verify_compile_does_not_take_is_reported(tmp_path: Path) -> None:
-    done = verify(tmp_path, "debug", "--compile", "--layout", "tensor=2")
-    assert done.returncode == 2 and "argument --layout: not allowed with argument --compile" in done.stderr
-    done = verify(tmp_path, "build.py:model", "--compile", "--model.dim=64")
-    assert done.returncode == 2
-    assert done.stderr == "error: build.py:model is no recipe, so it takes --compile.backend, and no --model.dim\n"
-
-
-def test_known_bugs_are_those_of_the_release() -> None:
-    for version, issues in (("2.9.1", [96693]), ("2.14.1+cpu", [193061, 190758]), ("2.15.0", [190758]), ("3.0.0", [])):
-        assert [bug.issue for bug in known_bugs(version)] == issues

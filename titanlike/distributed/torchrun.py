@@ -22,7 +22,6 @@ from titanlike.utils import system
 from titanlike.utils.live_line import LiveLine, print_line
 
 TERMINATION = 20  # seconds; torchrun kills the others 30 s after the first failure
-AFTER_FAILURE = 30  # seconds that the other processes have
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
 STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP))]
 # torchrun's own signals, and the one that Slurm's --signal=USR1@120 sends before the time limit.
@@ -126,13 +125,11 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
                     print_line(f"warning: {_describe(rank, failure.exitcode)}; {restarting}", sys.stderr)
             return result
 
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = AFTER_FAILURE) -> None:
-            # Not torchrun's option for this timeout: torch 2.11 has none.
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
             if self._pcontext:
                 start = time.monotonic()
-                # After a failure, the other ranks may wait for the one that failed.
-                is_stopped = isinstance(sys.exc_info()[1], SignalException)
-                timeout = shutdown_timeout if is_stopped else min(AFTER_FAILURE, shutdown_timeout)
+                if isinstance(sys.exc_info()[1], SignalException):  # not after a failure: other ranks may wait for it
+                    timeout = shutdown_timeout
                 try:
                     self._pcontext.close(death_sig, timeout)
                 except SignalException as second:  # such as a second Ctrl-C, at which the processes exit at once
@@ -141,8 +138,7 @@ def _agent_type(shutdown_timeout: int, *, is_elastic: bool) -> type[LocalElastic
                 if time.monotonic() - start >= timeout:
                     print_line(
                         f"error: the processes did not exit within {timeout} s of {death_sig.name} and were killed; a "
-                        "checkpoint that they were saving is lost, earlier ones are kept; increase run.shutdown_timeout to allow "
-                        "more time",
+                        "checkpoint in progress is lost, earlier ones are kept; for more time, increase run.shutdown_timeout",
                         sys.stderr,
                     )
             super()._shutdown(death_sig)

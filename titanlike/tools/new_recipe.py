@@ -28,6 +28,7 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022)
 MAX_EPOCHS = 4  # more passes over the same text teach little (Muennighoff et al. 2023)
 MAX_DAYS = 7
 MAX_CPU_STEPS = 1000
+SAVE_SECONDS = 1800  # planned training time between checkpoints, which a run that is killed repeats at most
 MEASURED = RECIPES / "debug.toml"
 """The recipe of the model of its name whose optimizer, schedule and batch have been compared with others (benchmarks/LOG.md)."""
 MEMORY = 0.9  # fraction of a GPU to plan with
@@ -82,11 +83,11 @@ def find_source(path: str) -> Source:
     return Source(path, size / BYTES_PER_TOKEN, {})
 
 
-def find_model(size: str) -> TransformerConfig:
-    """Returns the config of a published size. Raises `UserError` if there is none."""
+def find_model(size: str, **changes: int) -> TransformerConfig:
+    """Returns the config of a published size, with changed fields. Raises `UserError` if there is none."""
     for config in all_configs():
         if size in config.sizes:
-            return validate(config, {"name": config.name, "size": size, **config.sizes[size]})
+            return validate(config, {"name": config.name, "size": size, **config.sizes[size], **changes})
     sizes = [size for config in all_configs() for size in config.sizes]
     near = nearest(size, sizes)
     hint = f"did you mean {near}? " if near else ""
@@ -137,6 +138,9 @@ def new_recipe(source: Source, num_gpus: int, hardware: Hardware, size: str) -> 
     }
     if planned.parallelism.pipeline > 1:
         values["parallelism"]["pipeline_schedule"] = planned.parallelism.pipeline_schedule
+    # One digit, such as 100 or 20.
+    steps = int(float(f"{max(1.0, SAVE_SECONDS / best.plan.time.seconds):.1g}"))
+    values["checkpoint"]["interval"] = min(values["checkpoint"]["interval"], steps)
     values["compile"] = {"mode": "block"}
     values["activation_checkpoint"] = {"mode": planned.activation_checkpoint.mode}
     return _checked(values, num_gpus)
@@ -151,16 +155,17 @@ def _values(source: Source, num_gpus: int, model: TransformerConfig) -> dict[str
     seq_len = batch.get("seq_len") or min(model.max_seq_len, _of(CONTEXT, parameters))
     sequences = batch.get("global_batch_size") or max(1, _of(BATCH_TOKENS, parameters) // seq_len)
     sequences = -(-sequences // ranks) * ranks
-    tokens = min(TOKENS_PER_PARAMETER * parameters, MAX_EPOCHS * source.num_tokens)
+    tokenizer = source.tokenizer or {"encoding": "bytes" if is_small else "gpt2"}
+    vocabulary = _vocabulary(model, source.vocab_size or VOCAB_SIZES[tokenizer["encoding"]])
+    trained = find_model(model.size, **vocabulary).num_parameters()
+    tokens = min(TOKENS_PER_PARAMETER * trained, MAX_EPOCHS * source.num_tokens)
     steps = max(20, round(tokens / (sequences * seq_len)))
     if not num_gpus:
         steps = min(steps, MAX_CPU_STEPS)
     interval = max(1, min(500, steps // 10))
-    tokenizer = source.tokenizer or {"encoding": "bytes" if is_small else "gpt2"}
     return {
         "program": "pretrain",
-        "model": {"name": model.name, "size": model.size}
-        | _vocabulary(model, source.vocab_size or VOCAB_SIZES[tokenizer["encoding"]]),
+        "model": {"name": model.name, "size": model.size} | vocabulary,
         "tokenizer": dict(tokenizer),
         "data": _data(source, is_small),
         "training": {

@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from titanlike.config import UserError
@@ -66,6 +67,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--step", type=positive_int, default=0, metavar="N", help="step of the run (default: the newest)"
     )
     command.add_argument("--shard-size", type=positive_int, default=5000, metavar="MB", help="size of the largest file")
+    text = "where the run's tokenizer is now, as in a recipe (default: where it was in training)"
+    command.add_argument("--tokenizer", default="", metavar="ENCODING", help=text)
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
     text = "hf: a folder for transformers; gguf: a file for llama.cpp; dcp: a checkpoint for torchtitan 0.3; dcp_0_2: for 0.2"
     command.add_argument("--format", choices=["hf", "gguf", *DCP], default="hf", help=text)
@@ -128,6 +131,10 @@ def _export(arguments: argparse.Namespace) -> None:
     from titanlike.tools.adapter import export_adapter
 
     weights = open_weights(arguments.source, step=arguments.step)
+    if arguments.tokenizer and (arguments.format in DCP or arguments.adapter):
+        raise UserError("--tokenizer is of an export with a tokenizer: omit it with --adapter and --format dcp")
+    if arguments.tokenizer:  # compared with the fingerprint in the checkpoint
+        weights.tokenizer = replace(weights.tokenizer, encoding=arguments.tokenizer)
     if arguments.format in DCP:
         from titanlike.tools.migration.checkpoints import export_checkpoint
 

@@ -57,6 +57,8 @@ def add(commands: Any) -> None:
         text = f"hardware of the plan that is printed (default: metrics.hardware of the recipe, or {DEFAULT_HARDWARE})"
         if target == "kubernetes":
             text += "; its interfaces of EFA are requested, and --kind hyperpod selects nodes of an instance type"
+        if target == "slurm":
+            text += "; several nodes with EFA require it (FI_PROVIDER)"
         if target == "sagemaker":
             text = "hardware of an instance type that is not known (default: the instance type)"
         command.add_argument("--hardware", default="", metavar="NAME|FILE", help=text)

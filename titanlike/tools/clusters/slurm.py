@@ -71,6 +71,8 @@ def batch_file(job: ClusterJob, recipe: Path, time_limit: str, options: Sequence
         *options,
     ]
     exports = {"NPROC": str(job.processes_per_node)}
+    if job.efa_interfaces:  # without it, if EFA is unavailable, NCCL falls back to sockets without an error
+        exports["FI_PROVIDER"] = "${FI_PROVIDER:-efa}"
     if (REPOSITORY / "pyproject.toml").exists():  # not installed from a wheel
         exports["PYTHONPATH"] = f"{shlex.quote(str(REPOSITORY))}${{PYTHONPATH:+:$PYTHONPATH}}"
     codes = [STOPPED["SIGUSR1"], STOPPED["SIGTERM"]]

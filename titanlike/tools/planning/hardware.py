@@ -122,7 +122,7 @@ class Hardware:
     price_source: Annotated[str, Field(max_length=100), AfterValidator(_without_control_characters)] = ""
     """Region, kind, date and source of this price."""
     efa_interfaces: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Interfaces of AWS's Elastic Fabric Adapter of a node, which the jobs of SageMaker and of Kubernetes then require. 0: none."""
+    """Interfaces of AWS's Elastic Fabric Adapter of a node, which jobs of SageMaker, Kubernetes and Slurm then require. 0: none."""
     gpu_watts: RateOrZero = 0.0
     """Power of a GPU. 0: unknown."""
     devices: tuple[str, ...] = ()

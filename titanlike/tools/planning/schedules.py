@@ -79,15 +79,6 @@ def _alternate(stage: int, num_warmup: int, num_microbatches: int) -> list[Actio
     return found
 
 
-def peak_in_flight(rank_actions: Sequence[Action]) -> int:
-    """Returns the largest number of forward passes of a rank, over all its stages, whose backward pass has not finished."""
-    current = peak = 0
-    for action in rank_actions:
-        current += {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}[action.kind]
-        peak = max(peak, current)
-    return peak
-
-
 def simulate_time(
     orders: Order,
     durations: Mapping[tuple[int, Kind], float] | Callable[[Action], float],

@@ -1,8 +1,8 @@
 """Plants small errors in the code, in a copy of the repository, and records which of them the default tests find.
 
-    python -m tests.mutations run --files 'titanlike/models/*.py' --number 50 --seed 1
-    python -m tests.mutations known    # the errors of tests/known_errors.txt
-    python -m tests.mutations table    # what was found, by area, and what was not
+    python -m benchmarks.mutations run --files 'titanlike/models/*.py' --number 50 --seed 1
+    python -m benchmarks.mutations known    # the errors of tests/known_errors.txt
+    python -m benchmarks.mutations table    # what was found, by area, and what was not
 
 An error is a small change of an expression or a statement. Each is planted alone and tested with the nearest test files
 (tests/changed.py). Those that these do not find are planted together, and the default tests run once: for each test that

@@ -1,9 +1,9 @@
 """Published cases of training that ran and was wrong, each planted in a tiny module and found by `titanlike verify`: those of
 parallel training under a layout, those of torch.compile with `--compile`.
 
-    python -m tests.silent_bugs                                               # all
-    python -m tests.silent_bugs rope_positions tied_embeddings                # some
-    python -m tests.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/results.md shows
+    python -m benchmarks.silent_bugs                                               # all
+    python -m benchmarks.silent_bugs rope_positions tied_embeddings                # some
+    python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs_cpu.json    # and record what docs/results.md shows
 
 Each case is a function of whether the bug is planted. Without it, the same module is accepted. The exit code is 1 if a bug is not
 found, or a correct module is not accepted; the tests compare what is printed with what is recorded.
@@ -1223,13 +1223,20 @@ def mesh_of(layout: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=tuple(sizes))
 
 
-def rank_record(name: str, planted: bool) -> ProcessRecord:
-    """Runs a case as a rank of a pool."""
+def rank_records(name: str) -> list[ProcessRecord]:
+    """Runs a case as a rank of a pool, without the bug and with it."""
     state = torch.get_rng_state()
     try:
-        return record(BUGS[name].build(planted), mesh_of(BUGS[name].layout), steps=2)
+        return [record(BUGS[name].build(planted), mesh_of(BUGS[name].layout), steps=2) for planted in (False, True)]
     finally:
         torch.set_rng_state(state)
+
+
+@functools.lru_cache(maxsize=1)
+def records(name: str, ranks: Callable[[int], Pool]) -> tuple[ProcessRecord, list[list[ProcessRecord]]]:
+    """Returns the record of one process, in which no bug is planted, and those of each rank."""
+    world_size = math.prod(parse_mesh(BUGS[name].layout).values())
+    return record(BUGS[name].build(False), steps=2), ranks(world_size).run(rank_records, name)
 
 
 def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
@@ -1237,10 +1244,10 @@ def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
     if BUGS[name].layout == COMPILE:
         return verify_compiled(BUGS[name].build(planted))
     sizes = parse_mesh(BUGS[name].layout)
-    functions = BUGS[name].build(planted)
-    one = record(functions, steps=2)
-    found = ranks(math.prod(sizes.values())).run(rank_record, name, planted)
-    return compare_records(one, found, sizes, batch_dimensions(functions, sizes))
+    one, found = records(name, ranks)
+    return compare_records(
+        one, [each[planted] for each in found], sizes, batch_dimensions(BUGS[name].build(planted), sizes)
+    )
 
 
 def table(measured: dict[str, Any]) -> str:
@@ -1265,11 +1272,11 @@ def main() -> int:
     pools: dict[int, Pool] = {}
     measured: dict[str, Any] = {}
     failures = 0
+
+    def ranks(world_size: int) -> Pool:
+        return pools.setdefault(world_size, Pool(world_size))
+
     for name in arguments.names or BUGS:
-
-        def ranks(world_size: int) -> Pool:
-            return pools.setdefault(world_size, Pool(world_size))
-
         accepted = check(name, False, ranks)
         result = check(name, True, ranks)
         print(f"{name} ({BUGS[name].layout})", *str(result.finding or "NOT FOUND").splitlines(), sep="\n  ", flush=True)
@@ -1280,7 +1287,7 @@ def main() -> int:
     for pool in pools.values():
         pool.close()
     if arguments.out:
-        command = f"python -m tests.silent_bugs --out {arguments.out}"
+        command = f"python -m benchmarks.silent_bugs --out {arguments.out}"
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         arguments.out.write_text(json.dumps({"command": command, **versions, "bugs": measured}, indent=1) + "\n")
     print(f"{len(measured) - failures} of {len(measured)} found, and accepted without the bug")
@@ -1288,6 +1295,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests import silent_bugs  # ranks import the functions by this name
+    from benchmarks import silent_bugs  # ranks import the functions by this name
 
     sys.exit(silent_bugs.main())
