@@ -1,20 +1,8 @@
 """The side-by-side benchmark: its comparisons, and titanlike against a hand-written loop."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.figures import figures, table
-
-ROOT = Path(__file__).parents[2]
-PLAIN_LINES = 150
-
-
-def test_the_plain_loop_stays_small() -> None:
-    assert len((ROOT / "benchmarks/subjects/plain.py").read_text().splitlines()) < PLAIN_LINES
 
 
 def test_ratios_compare_neighbouring_blocks() -> None:
@@ -49,20 +37,3 @@ def test_ratios_compare_neighbouring_blocks() -> None:
         "the fastest peer, other.best: 2.000 (2.00 to 2.00) tokens/s, 0.50 peak memory, 1.00 time to the second"
         in printed
     )
-
-
-@pytest.mark.every  # compares times, which a busy machine changes; docs/results.md has the measurement
-def test_titanlike_keeps_up_with_the_plain_loop(tmp_path: Path) -> None:
-    """Both take turns, so that other load on the machine slows both."""
-    options = "--subject plain,titanlike --rows shipped --model cpu_6m --warmup 1 --steps 4 --block 2"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *options.split(), "--out", str(tmp_path / "result.json")],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    ours, plain = rows["titanlike.shipped"], rows["plain.shipped"]
-    assert ours["losses_match"]
-    assert (
-        ours["relative_to_plain.shipped"]["median"] > 0.85
-    )  # about 1; the tolerance allows for other load on the machine
-    assert ours["peak_memory_gib"] < 1.05 * plain["peak_memory_gib"]

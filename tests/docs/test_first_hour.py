@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -62,39 +61,3 @@ def test_a_part_that_fails_is_reported_and_repeated_last(tmp_path: Path, monkeyp
         assert order == expected
     states = json.loads((tmp_path / "parts.json").read_text())
     assert {name: state["state"] for name, state in states.items()} == {"bad": "failed", "good": "ok"}
-
-
-@pytest.mark.slow
-def test_a_part_past_its_limit_is_stopped_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"slow": gpu.Part("", "", limit=5.0)})
-    (tmp_path / "endless.py").write_text(
-        "import pathlib, subprocess\n"
-        "child = subprocess.Popen(['sleep', '600'])\n"
-        "pathlib.Path('child').write_text(str(child.pid))\n"
-        "child.wait()\n"
-    )
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "argv_of", lambda *_, **__: ["endless"])
-    assert gpu.run("slow", tmp_path, rehearse=True, others=())["state"] == "stopped"
-    status, end = Path("/proc", (tmp_path / "child").read_text(), "stat"), time.monotonic() + 30
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end, "the process that the part started is alive"
-        time.sleep(0.05)
-
-
-def test_a_rehearsal_without_a_folder_leaves_the_working_tree_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"good": gpu.Part("", "json.tool --help")})
-    monkeypatch.setattr(gpu, "argv_of", lambda name, *_, **__: gpu.shlex.split(gpu.PARTS[name].rehearsal))
-    monkeypatch.setattr(gpu, "ROOT", tmp_path / "clone")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "clone").mkdir()
-    monkeypatch.setattr(sys, "argv", ["gpu", "good", "--rehearse"])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    assert ended.value.code == 0
-    (folder,) = tmp_path.glob("rehearsal-*")
-    assert capsys.readouterr().out.startswith(f"results in {folder}; continue with --out {folder}\n")
-    assert (folder / "parts.json").exists()
-    assert not list((tmp_path / "clone").iterdir())

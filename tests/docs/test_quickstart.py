@@ -12,13 +12,10 @@ import pytest
 import tomli
 
 from tests.launching import ROOT, Cli, losses, python, run, start, wait_for
-from tests.null_gpu.recording import require_null_gpu
 from tests.programs import blocks
 from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools import new_recipe
-from titanlike.tools.null_gpu import recipes
 from titanlike.tools.planning.hardware import load_hardware
-from titanlike.tools.planning.plan import GIB
 
 PAGE = ROOT / "docs/quickstart.md"
 OUTPUTS = [block.removeprefix("\n") for block in PAGE.read_text().split("```")[1::2] if block.startswith("\n")]
@@ -51,19 +48,6 @@ def test_the_page_shows_the_plan(hardware: str, tmp_path: Path, monkeypatch: pyt
         assert all(values.items() <= written[section].items() for section, values in shown_recipe.items())
         model = load(PretrainRecipe, Path("tonight.toml")).model
         assert f"{round(12 * model.num_parameters() / 1e9)} GB each" in PAGE.read_text()  # weights and two moments
-
-
-@pytest.mark.every  # tests/planning/test_planning_null_gpu.py compares the plans of all shipped recipes with records
-def test_the_recipe_trains_on_a_null_gpu_in_the_planned_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    require_null_gpu()
-    monkeypatch.chdir(tmp_path)
-    cli(*command("titanlike init tonight.toml --gpus 1 --hardware h100"))
-    _, record = recipes.train(tmp_path / "tonight.toml", 1, ["--training.global_batch_size=8"], "h100", cwd=ROOT)
-    (process,) = record["processes"]
-    (planned,) = re.findall(r"peak, reserved +([\d.]+)", next(block for block in OUTPUTS if "10.4 hours" in block))
-    assert process["reserved_peak"] / GIB == pytest.approx(float(planned), rel=0.04)
 
 
 def test_the_vocabularies_have_these_parameters_and_losses() -> None:

@@ -1,8 +1,6 @@
 """The soak test detects corrupt runs and differences, and finds none in runs that were killed."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from benchmarks import soak
 from benchmarks.comparison import RunCorrupt, differences
 from benchmarks.soak_faults import Usage, growth
-from tests.launching import ROOT
 from titanlike.checkpoint.files import file_of
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
 from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, complete
@@ -47,27 +44,6 @@ def test_every_difference_is_detected(tmp_path: Path) -> None:
     assert differences(one, make_run(tmp_path / "short", [2])) == [
         "step 3", "the last checkpoint is of step 3, undisturbed 2",
     ]  # fmt: skip
-
-
-@pytest.mark.every  # test_kills.py compares runs that are killed at each stage
-@pytest.mark.minutes
-@pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
-def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    arguments = ["--kills", "1", "--ranks", "2", "--runs", "local disk", "--folder", str(tmp_path / "runs")]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", *arguments, "--out", str(tmp_path / "found.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    (run,) = found["runs"]
-    assert len(run["kills"]) == 1
-    assert run["differences"] == [] == run["leftovers"]
-    assert run["records_compared"] >= 20 and run["tensors_compared"] > 100
-    assert soak.table(found) in done.stdout
 
 
 def test_growth_of_a_process_is_detected() -> None:

@@ -135,23 +135,6 @@ def test_transformers_has_the_loss_and_the_text_of_an_encoder_decoder(tmp_path: 
     assert 'program = "seq2seq"' in text and 'prompt_field = "source"' in text
 
 
-@pytest.mark.every
-def test_pairs_are_learned_and_generated(tmp_path: Path) -> None:
-    words = {"uno": "one", "due": "two", "tre": "three", "quattro": "four", "cinque": "five"}
-    pairs = [{"source": word, "target": other} for word, other in words.items()]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 100))
-    options = {
-        "metrics.trackers": "[]", "training.steps": "60", "data.source": "text", "data.path": "pairs.jsonl",
-        "data.prompt_field": "source", "data.text_field": "target", "seq2seq.target_len": "32", "training.seq_len": "64",
-        "seq2seq.source_prefix": "translate: ",
-    }  # fmt: skip
-    assert "490 pairs of" in train(tmp_path, SEQ2SEQ, **options)
-    prompts = ["--prompt", "translate: tre", "--prompt", "translate: due"]
-    generated = titanlike(tmp_path, "generate", "runs/run", *prompts, "--temperature", "0", "--tokens", "8").stdout
-    assert [line for line in generated.splitlines() if line][1:3] == ["translate: tre", "three"]
-    assert generated.split()[-1] == "two"
-
-
 @pytest.mark.slow
 def test_a_teacher_is_a_run_or_the_same_run_as_a_hugging_face_folder(tmp_path: Path) -> None:
     missing = run(tmp_path, DISTILL)
