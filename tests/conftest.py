@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.changed import ROOT, changed_files, near_tests
 from tests.costs import Costs
 from tests.durability import disk as disk
 from tests.forkserver import NUM_SYNTHETIC_TOKENS
-from tests.launching import Cli, Printed
+from tests.launching import Cli, Printed, run_forked
 
 sys.dont_write_bytecode = False
 crashes.check_all_processes()
@@ -73,14 +74,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the tests that take minutes, and those nearest to a change, to the front, and has the fixtures of a module built by one
-    worker."""
+    """Moves tests that take minutes, and those nearest to a change, to the front. Has one worker build the fixtures of a module,
+    and one worker run all tests of ranks: their pools and the runs of one process that they compare with are shared."""
     near = items[0].config.option.changed if items else []
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
     items.sort(key=lambda item: near.index(item.nodeid.partition("::")[0]) if near else 0)
     for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(fixture.scope in ("module", "class") for fixture, *_ in fixtures):
+        fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+        if "ranks" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif any(fixture.scope in ("module", "class") for fixture, *_ in fixtures.values()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
@@ -146,9 +149,11 @@ def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def cli(program: Cli) -> Cli:
+def cli(program: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Returns a function: `cli("plan", recipe, code=2)` runs `titanlike plan recipe` in this process, with 2 as its exit code."""
+    from titanlike.tools import programs
     from titanlike.tools.cli.main import main
 
     _draw_few_tokens()
+    monkeypatch.setattr(programs, "subprocess", SimpleNamespace(run=run_forked))  # a recipe's program
     return partial(program, main)

@@ -69,6 +69,13 @@ def python(folder: Path, *words: str, variables: dict[str, str] | None = None) -
     return _end(started)
 
 
+def run_forked(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a Python program in a forked process, with its output as text."""
+    return _end(
+        Forked(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    )
+
+
 def _end(job: "subprocess.Popen[str]") -> subprocess.CompletedProcess[str]:
     try:
         output, errors = job.communicate(timeout=300)
