@@ -155,7 +155,7 @@ def float8_and_optimizers() -> list[str]:
             Final validation loss of the recipes in `train_configs/study` with the debug model in bfloat16, and differences
             from it: 500 steps of 2,048 tokens, two processes on a CPU, emulated float8 in every linear layer but the head.
             Recorded by `python -m benchmarks.float8_quality --folder docs/float8` and, with the higher learning rate,
-            `--folder docs/float8/high_lr --lr 1.5e-3` ([metrics](float8)).
+            `--folder docs/float8/high_lr --lr 1.5e-3` ([metrics](float8/baseline.jsonl)).
         """),
         float8_quality.table_of({"6e-4": ROOT / "docs/float8", "1.5e-3": ROOT / "docs/float8/high_lr"}),
         text(f"""

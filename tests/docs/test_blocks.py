@@ -238,7 +238,8 @@ def pytest_(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def docker(words: Sequence[str], variables: dict[str, str]) -> None:
     """Needs GPUs and an image: the arguments after the image are those of a run."""
-    Arguments(words[words.index("registry/titanlike:1") + 1 :])
+    image = next(word for word in words if word.startswith("registry/"))
+    Arguments(words[words.index(image) + 1 :])
 
 
 def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
