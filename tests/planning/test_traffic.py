@@ -101,7 +101,6 @@ def slow(name: str, layout: dict[str, Any], model: Any, sections: dict[str, Any]
         slow("MoE, CP x TP, full checkpointing", CP | TP, SHARED_EXPERTS, FULL),
         slow("MoE, EP x HSDP", HSDP | EP, QWEN3_MOE, {}),
         slow("MoE, EP x TP, selective checkpointing", FSDP | TP | EP, SHARED_EXPERTS, SELECTIVE),
-        slow("MoE, EP x PP zbv x FSDP", FSDP | ZBV | EP, QWEN3_MOE, TWO),
         slow("MoE, EP x FSDP, LoRA", FSDP4 | EP, QWEN3_MOE, lora("attention")),
         slow("MLA, EP x TP", FSDP | TP | EP, DEEPSEEK_V3, {}),
         slow("MLA, TP x FSDP, float8 all-gather", TP | FSDP, replace(DEEPSEEK_V3, **WIDE), GATHER),
