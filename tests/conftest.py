@@ -73,6 +73,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves tests that take minutes, and those nearest to a change, to the front. Has one worker build the fixtures of a module,
     and one worker run all tests of ranks: their pools and the runs of one process that they compare with are shared."""

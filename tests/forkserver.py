@@ -193,8 +193,9 @@ def become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGUSR1", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # a new program ignores what its parent ignores
+            signal.signal(number, signal.SIG_DFL)
     subprocess.Popen._execute_child = _fork_or_start  # type: ignore[attr-defined]
     code = _run(request["program"])
     for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]

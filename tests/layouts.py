@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipes import pretrain
-from tests.training import model_of, tiny, train_on_rank
+from tests.training import MODELS, deep, tiny, train_on_rank
 from titanlike.config.sections import Parallelism
 from titanlike.recipe import PretrainRecipe
 
@@ -23,9 +23,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sections: Any) -> PretrainRecipe:
+def recipe_for(
+    folder: Path, name: str, model: str, layout: str | None, dropout: float = 0.0, **sections: Any
+) -> PretrainRecipe:
     parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
-    return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
+    return tiny(
+        folder,
+        name,
+        model=deep(MODELS[model], **({"dropout": dropout} if dropout else {})),
+        parallelism=parallelism,
+        **sections,
+    )
 
 
 def stream_of(folder: Path) -> dict[str, Any]:

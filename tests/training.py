@@ -54,29 +54,29 @@ from titanlike.utils.modules import copies_of
 
 mesh_of = functools.cache(build_mesh)
 
-LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
-GPT_ = GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=320)
+LLAMA = LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+GPT_ = GPTConfig(dim=64, num_layers=2, num_heads=4, vocab_size=320)
 MISTRAL = MistralConfig(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, sliding_window=11
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, sliding_window=11
 )
-SMOLLM3 = SmolLM3Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, no_rope_every=2)
-OLMO2 = Olmo2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
-PHI3 = Phi3Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, sliding_window=11)
-QWEN2 = Qwen2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+SMOLLM3 = SmolLM3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, no_rope_every=2)
+OLMO2 = Olmo2Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+PHI3 = Phi3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, sliding_window=11)
+QWEN2 = Qwen2Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 QWEN3 = Qwen3Config(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True
 )
 # The window is shorter than a sequence, and than what a context-parallel rank holds.
 GEMMA2 = Gemma2Config(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
     sliding_window=11, attention_soft_cap=0.02, logit_soft_cap=0.2, max_seq_len=128,
 )  # fmt: skip
 GEMMA3 = Gemma3Config(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
+    dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
     sliding_window=11, sliding_window_pattern=3, max_seq_len=128,
 )  # fmt: skip
-BERT = BertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, num_token_types=3)
-MODERNBERT = ModernBertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, sliding_window=10)
+BERT = BertConfig(dim=64, num_layers=2, num_heads=4, ffn_dim=96, vocab_size=320, num_token_types=3)
+MODERNBERT = ModernBertConfig(dim=64, num_layers=2, num_heads=4, ffn_dim=96, vocab_size=320, sliding_window=10)
 # Distances of tokens are in all buckets: the largest share one.
 T5 = T5Config(
     dim=64, num_layers=4, num_encoder_layers=2, num_heads=4, head_dim=20, ffn_dim=96, vocab_size=320,
@@ -84,11 +84,11 @@ T5 = T5Config(
 )  # fmt: skip
 # Sequences are unbalanced, so that both ways of balancing have an effect.
 QWEN3_MOE = Qwen3MoeConfig(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
     experts_per_token=3, balance_loss=0.1,
 )  # fmt: skip
 MIXTRAL = MixtralConfig(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=320, num_experts=4, balance_loss=0.1
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=320, num_experts=4, balance_loss=0.1
 )
 # With the options of DeepSeek-V3's layer.
 SHARED_EXPERTS = dataclasses.replace(
@@ -97,7 +97,7 @@ SHARED_EXPERTS = dataclasses.replace(
 )  # fmt: skip
 # Under a pipeline with four stages, the first one has no experts.
 DEEPSEEK: dict[str, Any] = dict(
-    dim=64, num_layers=4, num_heads=4, dense_ffn_dim=96, ffn_dim=48, vocab_size=320, num_experts=8, experts_per_token=3,
+    dim=64, num_layers=2, num_heads=4, dense_ffn_dim=96, ffn_dim=48, vocab_size=320, num_experts=8, experts_per_token=3,
     kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, rope_scaling=4.0, rope_original_seq_len=16,
     balance_loss=0.1,
 )  # fmt: skip
@@ -105,7 +105,7 @@ DEEPSEEK_V2 = DeepseekV2Config(**DEEPSEEK)
 DEEPSEEK_V3 = DeepseekV3Config(**DEEPSEEK, q_lora_rank=24, balance_bias_rate=0.01)
 # The window is shorter than what a context-parallel rank holds, and the limit of the gate is that of published models.
 GPT_OSS = GptOssConfig(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
     experts_per_token=3, sliding_window=11, rope_scaling=4.0, rope_original_seq_len=16, balance_loss=0.1,
 )  # fmt: skip
 MULTI_TOKEN = dataclasses.replace(DEEPSEEK_V3, num_mtp_layers=2, mtp_loss_weight=3.0)  # a weight that shows
@@ -119,7 +119,7 @@ TINY: dict[str, dict[str, Any]] = dict(
     optimizer=dict(lr=1e-2, eps=1e-4),
     schedule=dict(warmup_steps=2),
     compile=dict(mode="none"),
-    validation=dict(interval=5, batches=2),
+    validation=dict(interval=5, batches=1),
     metrics=dict(interval=1, trackers=()),
 )
 
@@ -290,7 +290,6 @@ def largest_logits(recipe: PretrainRecipe) -> int:
     return max(sizes)
 
 
-def model_of(name: str, dropout: float = 0.0) -> Any:
-    # Four blocks: two ranks with two stages each.
-    model = dataclasses.replace(MODELS[name], num_layers=4)
-    return dataclasses.replace(model, dropout=dropout) if dropout else model
+def deep(model: Any, **fields: Any) -> Any:
+    """Returns a model of four blocks, so that two ranks have two pipeline stages each, with other fields replaced."""
+    return dataclasses.replace(model, num_layers=4, **fields)

@@ -11,7 +11,7 @@ from torch import Tensor
 from recipes import pretrain
 from tests.layouts import LAYOUTS, recipe_for, stream_of, training_batches
 from tests.pool import Ranks
-from tests.training import MODELS, build, full_tensor, model_of, tiny, train_on_rank
+from tests.training import MODELS, build, deep, full_tensor, tiny, train_on_rank
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import build_tokenizer
@@ -102,7 +102,7 @@ def test_a_tied_head_stays_equal_to_the_embedding(
     ranks: Ranks, tmp_path: Path, schedule: str, sections: dict[str, Any]
 ) -> None:
     layout = Parallelism(pipeline=2, pipeline_schedule=schedule)
-    recipe = tiny(tmp_path, "run", model=model_of("gpt"), parallelism=layout, **sections)
+    recipe = tiny(tmp_path, "run", model=deep(MODELS["gpt"]), parallelism=layout, **sections)
     found = [weight for rank in ranks(2).run(_tied_weights, recipe) for weight in rank]
     assert sorted(name for name, _ in found) == ["output.weight", "tok_embeddings.weight"]
     assert torch.equal(found[0][1], found[1][1])

@@ -13,6 +13,7 @@ from tests.pool import Ranks
 from tests.training import (
     SHARED_EXPERTS,
     build,
+    deep,
     full_tensor,
     mesh_of,
     tiny,
@@ -37,7 +38,8 @@ def test_layout_matches_one_process(
 
 
 def recipe_of(folder: Path, model: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
-    return tiny(folder, "run", model=MOE_MODELS[model], parallelism=parallelism_of(layout), **sections)
+    shape = deep(MOE_MODELS[model]) if "pipeline" in layout else MOE_MODELS[model]
+    return tiny(folder, "run", model=shape, parallelism=parallelism_of(layout), **sections)
 
 
 def test_the_bias_balances_the_load() -> None:

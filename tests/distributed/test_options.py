@@ -21,7 +21,7 @@ from tests.parity import (
     parallelism_of,
     rows_of,
 )
-from tests.training import GPT_, LLAMA, tiny
+from tests.training import GPT_, LLAMA, deep, tiny
 from titanlike.config.optimizer import OptimizerGroup
 
 FOUR = replace(LLAMA, num_layers=4)
@@ -48,7 +48,7 @@ CASES: dict[str, Row] = {
     "TP x FSDP, Muon": (DEFAULT, FOUR, dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
     "PP zbv x FSDP, Muon": (SLOW, FOUR, dict(pipeline=2, pipeline_schedule="zbv", shard=2), 1, {"optimizer": MUON}),
     "PP, QK-clip in the first stage": (DEFAULT, FOUR, dict(pipeline=2), 2, {"optimizer": FIRST_BLOCK}),
-    "EP x PP, a stage without experts": (SLOW, MOE_MODELS["deepseek_v3"], ONE_STAGE_OF_EXPERTS, 1, {}),
+    "EP x PP, a stage without experts": (SLOW, deep(MOE_MODELS["deepseek_v3"]), ONE_STAGE_OF_EXPERTS, 1, {}),
 }
 
 

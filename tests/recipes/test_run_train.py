@@ -1,6 +1,5 @@
 """`./run_train.sh` with real processes and launchers: output, exit codes and files."""
 
-import fcntl
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, command, environment, free_port, losses, recorded, run, start, wait_for
 
 
@@ -188,16 +187,19 @@ def test_a_pipe_that_nobody_reads_any_more_stops_a_run_that_saves(tmp_path: Path
 @pytest.mark.parametrize(("nohup", "processes"), [(False, 2), (True, 1)], ids=["hangup", "nohup"])
 def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, nohup: bool, processes: int) -> None:
     controller, terminal = os.openpty()
-
-    def attach() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
+    (tmp_path / "attached.py").write_text(
+        "import fcntl, runpy, signal, sys, termios\n"
+        f"signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
     steps = 60 if nohup else 100_000
     options = SMALL | {"training.steps": str(steps), "run.name": "r"}
-    running = subprocess.Popen(
-        command(**options), cwd=tmp_path, env=environment(TERM="xterm", NPROC=str(processes)), stdin=terminal,
-        stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=attach,
+    python, *program = command(**options)
+    running = Forked(
+        [python, "attached.py", *program], cwd=tmp_path, env=environment(TERM="xterm", NPROC=str(processes)),
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
     )  # fmt: skip
     os.close(terminal)
     received = b""
@@ -212,9 +214,10 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, nohup: bool, proce
 
 def test_terminal_shows_a_status_that_is_updated_in_place(tmp_path: Path) -> None:
     controller, terminal = os.openpty()
-    running = subprocess.Popen(
-        command(**SMALL), cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="200"), stdout=terminal, stderr=terminal
-    )
+    running = Forked(
+        command(**SMALL), cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="200"), stdin=subprocess.DEVNULL,
+        stdout=terminal, stderr=terminal,
+    )  # fmt: skip
     os.close(terminal)
     received = b""
     with suppress(OSError):  # the process has closed the terminal
