@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,19 +73,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves tests that take minutes, and those nearest to a change, to the front. Has one worker build the fixtures of a module,
-    and one worker run all tests of ranks: their pools and the runs of one process that they compare with are shared."""
+    """Moves tests that take minutes, and those nearest to a change, to the front."""
     near = items[0].config.option.changed if items else []
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
     items.sort(key=lambda item: near.index(item.nodeid.partition("::")[0]) if near else 0)
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-        if "ranks" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif any(fixture.scope in ("module", "class") for fixture, *_ in fixtures.values()):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has one worker run the tests that share fixtures of a module, and one worker all tests of ranks, which share pools and the
+    runs of one process that they compare with. `--dist=loadgroup` has no effect with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    @cache
+    def group(file: str) -> str:
+        text = (ROOT / file).read_text()
+        return "ranks" if " ranks: Ranks" in text else file if 'scope="module"' in text else ""
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0]) or nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

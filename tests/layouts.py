@@ -27,13 +27,8 @@ def recipe_for(
     folder: Path, name: str, model: str, layout: str | None, dropout: float = 0.0, **sections: Any
 ) -> PretrainRecipe:
     parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
-    return tiny(
-        folder,
-        name,
-        model=deep(MODELS[model], **({"dropout": dropout} if dropout else {})),
-        parallelism=parallelism,
-        **sections,
-    )
+    fields = {"dropout": dropout} if dropout else {}
+    return tiny(folder, name, model=deep(MODELS[model], **fields), parallelism=parallelism, **sections)
 
 
 def stream_of(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@ accuracy of masked tokens."""
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +202,7 @@ def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
         pytest.param(dict(pipeline=2, shard=2), marks=pytest.mark.slow),
     ],
 )
-def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layout: dict[str, int]) -> None:
+def test_equal_to_one_process(ranks: Ranks, tmp_path: Path, layout: dict[str, int]) -> None:
     metrics = dict(layer_interval=INTERVAL)
     expected = tiny(tmp_path, "one", metrics=metrics)
     train(ranks(1), expected)

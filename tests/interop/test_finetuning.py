@@ -335,7 +335,7 @@ def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Pa
         (dict(lora=Lora(rank=2, layers=("wx", "wq"))), r"^lora.layers: 'wx' matches no linear layer \(attention.wq, "),
         (
             dict(lora=Lora(rank=2, layers=("layers.0",)), parallelism=Parallelism(pipeline=2)),
-            r"lora.layers selects nothing in blocks \d to 2, which are stage 1 of the pipeline; select layers of all",
+            r"lora.layers selects nothing in blocks \d to 1, which are stage 1 of the pipeline; select layers of all",
         ),
     ],
 )  # fmt: skip

@@ -1,13 +1,12 @@
 """The tensor-parallel plans of transformers, verified: what docs/results.md says of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from benchmarks.results_page import PLANS
 from tests.launching import ROOT
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.tools.verify.comparison import ProcessRecord
 
 NAMES = {"Llama": "llama", "Qwen3": "qwen3", "Mixtral": "mixtral", "gpt-oss": "gpt_oss"}
@@ -28,7 +27,7 @@ def rank_record(file: str, name: str) -> ProcessRecord:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), "qwen3_tied"])
-def test_the_plan_of_a_model_is_as_documented(ranks: Callable[[int], Pool], name: str) -> None:
+def test_the_plan_of_a_model_is_as_documented(ranks: Ranks, name: str) -> None:
     from titanlike.tools.verify.module import compare_records
     from titanlike.tools.verify.record import record
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.pool import Pool
+from tests.pool import Ranks
 from titanlike.distributed.heartbeat import HeartbeatThread, diagnose_missing_ranks, format_ranks
 from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Heartbeat, Watchdog, stack_location
 from titanlike.utils.compat import flight_records
@@ -209,7 +208,7 @@ def test_torch_keeps_flight_records(alone: None) -> None:
     assert "flight_gloo" in flight_records()
 
 
-def test_watchdogs_of_one_process_use_separate_keys(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_watchdogs_of_one_process_use_separate_keys(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(run_watchdogs, tmp_path, 2) == [[2, 2], [2, 2]]
 
 
