@@ -69,7 +69,7 @@ CASES: dict[str, Row] = {
     "EP x TP": (EVERY, "experts", dict(shard=2, tensor=2, expert=2), 2, REVERSE),
     "TP x FSDP, LoRA": (SLOW, "llama", dict(tensor=2, shard=2), 2, LORA),
     # Their heads have different sizes, too.
-    "TP x FSDP, compiled, selective": (SLOW, "tied", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE | REVERSE),
+    "TP, compiled, selective": (SLOW, "tied", dict(tensor=2), 4, COMPILED | SELECTIVE | REVERSE),
     "CP x TP, top-k": (SLOW, "llama", dict(context=2, tensor=2), 4, TOP_K | CHUNKS | CHATS),
     "CP, full checkpointing": (EVERY, "gpt", dict(context=2), 4, FULL),
 }

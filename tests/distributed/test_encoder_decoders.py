@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[Tier, dict[str, Any], int, dict[str, Any]]] = {
     # With pairs of texts.
     "FSDP, pairs": (EVERY, dict(shard=2), 2, {}),
     "TP, pairs": (DEFAULT, dict(tensor=2), 4, {}),
-    "TP x FSDP, compiled, selective, pairs": (SLOW, dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "TP, compiled, selective, pairs": (SLOW, dict(tensor=2), 4, COMPILED | SELECTIVE),
 }
 
 

@@ -81,7 +81,7 @@ CASES: dict[str, Row] = {
     "SmolLM3, TP x FSDP, compiled, selective": (EVERY, SMOLLM3, TP_FSDP, 2, COMPILED | SELECTIVE),
     "OLMo-2, TP": (DEFAULT, OLMO2, TP, 4, {}),
     "OLMo-2, CP x TP": (SLOW, OLMO2, CP_TP, 4, {}),
-    "OLMo-2, TP x FSDP, compiled, selective": (SLOW, OLMO2, TP_FSDP, 2, COMPILED | SELECTIVE),
+    "OLMo-2, TP, compiled, selective": (SLOW, OLMO2, TP, 4, COMPILED | SELECTIVE),
     "OLMo-2, TP x FSDP, LoRA": (EVERY, OLMO2, TP_FSDP, 2, LORA),
     "Phi-3, CP x TP": (SLOW, PHI3, CP_TP, 4, {}),
     "Phi-3, TP x FSDP, Muon": (EVERY, PHI3, TP_FSDP, 2, {"optimizer": MUON}),
@@ -94,7 +94,7 @@ CASES: dict[str, Row] = {
     "Gemma 2, CP": (DEFAULT, GEMMA2, CP, 4, {}),
     "Gemma 2, CP, documents": (SLOW, GEMMA2, CP, 4, DOCUMENTS),
     "Gemma 2, PP 1f1b x TP x FSDP": (SLOW, GEMMA2, PP_TP_FSDP, 1, {}),
-    "Gemma 2, TP x FSDP, compiled, selective": (SLOW, GEMMA2, TP_FSDP, 2, COMPILED | SELECTIVE),
+    "Gemma 2, TP, compiled, selective": (SLOW, GEMMA2, TP, 4, COMPILED | SELECTIVE),
     "Gemma 2 with capped logits, CP x TP": (EVERY, replace(PLAIN, logit_soft_cap=0.1), CP_TP, 4, {}),
     "Gemma 2 with capped scores, CP x TP": (EVERY, replace(PLAIN, attention_soft_cap=0.02), CP_TP, 4, {}),
     "Gemma 2 with windows, CP x TP": (EVERY, replace(PLAIN, sliding_window=11), CP_TP, 4, {}),
@@ -106,7 +106,7 @@ CASES: dict[str, Row] = {
     "ModernBERT, FSDP": (DEFAULT, MODERNBERT, dict(shard=2), 2, {}),
     "ModernBERT, CP, documents": (DEFAULT, MODERNBERT, CP, 4, DOCUMENTS),
     "ModernBERT, PP 1f1b x TP x FSDP": (SLOW, MODERNBERT, PP_TP_FSDP, 1, {}),
-    "ModernBERT, TP x FSDP, compiled, selective": (SLOW, MODERNBERT, TP_FSDP, 2, COMPILED | SELECTIVE),
+    "ModernBERT, TP, compiled, selective": (SLOW, MODERNBERT, TP, 4, COMPILED | SELECTIVE),
     "ModernBERT, TP x FSDP, Muon": (EVERY, MODERNBERT, TP_FSDP, 2, {"optimizer": MUON}),
 }
 

@@ -227,7 +227,7 @@ def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str,
     parallelism = Parallelism(**({"shard": 1} | layout))
     training = dict(steps=4, local_batch_size=2, loss_chunk=7)
     optimizer = dict(lr=3e-2)
-    recipe = tiny(folder, name, model=BERT, parallelism=parallelism, training=training, optimizer=optimizer,
+    recipe = tiny(folder, name, model=deep(BERT), parallelism=parallelism, training=training, optimizer=optimizer,
                   validation=dict(interval=4, batches=6))  # fmt: skip
     ranks(world_size(recipe)).run(train_on_rank, recipe)
     [found] = [record for record in records(folder / name) if "validation_accuracy" in record]

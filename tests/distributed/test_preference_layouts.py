@@ -55,7 +55,7 @@ CASES: dict[str, Row] = {
     "HSDP, LoRA, precomputed": (SLOW, "llama", dict(replicate=2, shard=2), 1, LORA | PRECOMPUTED),
     "CP x FSDP, IPO": (SLOW, "llama", dict(context=2, shard=2), 2, IPO),
     "TP x FSDP, SimPO": (SLOW, "gpt", dict(tensor=2, shard=2), 2, SIMPO),
-    "TP x FSDP, compiled, selective": (SLOW, "llama", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "TP, compiled, selective": (SLOW, "llama", dict(tensor=2), 4, COMPILED | SELECTIVE),
     "FSDP, LoRA, compiled, full": (EVERY, "llama", dict(shard=2), 2, LORA | COMPILED | FULL),
 }
 
