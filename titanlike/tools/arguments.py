@@ -29,7 +29,9 @@ def _at_least(minimum: int, text: str) -> int:
 def local_path(text: str) -> Path:
     """Parses the path of a file or folder to write, which is not the URL of an object store."""
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"expected a local path, got {shown(text)!r}; copy the result there afterwards")
+        raise argparse.ArgumentTypeError(
+            f"expected a local path, got {shown(text)!r}; copy the result there afterwards"
+        )
     return Path(text)
 
 
