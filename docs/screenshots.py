@@ -84,8 +84,8 @@ CAPTURES = {
     "doctor": Capture("titanlike doctor", columns=110),
     "init": Capture("titanlike init mine.toml --gpus 8 && cat mine.toml", columns=110, rows=100),
     "launch": Capture(
-        "titanlike launch slurm train_configs/llama3_8b.toml --nodes 4 --out job --dry-run && cat job/job.sbatch",
-        130,
+        "titanlike launch slurm llama3_8b --nodes 4 --hardware ml.p5.48xlarge --out job --dry-run && cat job/job.sbatch",
+        136,
         60,
     ),
 }

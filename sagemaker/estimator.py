@@ -17,4 +17,4 @@ ModelTrainer(
     environment={"FI_PROVIDER": "efa"},  # without EFA, an error instead of TCP
     checkpoint_config=CheckpointConfig(s3_uri="s3://BUCKET/runs/llama3_8b"),
     role="arn:aws:iam::123456789012:role/NAME",
-).train(input_data_config=[InputData(channel_name="train", data_source="s3://BUCKET/tokens")])
+).train(input_data_config=[InputData(channel_name="train", data_source="s3://BUCKET/tokens/llama3")])

@@ -139,7 +139,11 @@ def test_user_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
     ):
         assert cli(*arguments, *options, code=2).err == f"error: {message}"
-    assert not Path("out").exists()
+    found = cli(*arguments, "bytes", "--out", "s3://bucket/out", code=2).err
+    assert found.endswith(
+        "argument --out: expected a local path, got 's3://bucket/out'; copy the result there afterwards\n"
+    )
+    assert not Path("out").exists() and not Path("s3:").exists()
     printed = cli(*arguments, "bytes", "--bad-records", "skip").out
     assert "1 bad records skipped:\n    a.jsonl, line 2: the field 'text' is not text: 3\n" in printed
     assert tomli.loads(printed.partition("Recipe:\n")[2])["data"]["path"] == "out"

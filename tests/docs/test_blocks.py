@@ -354,6 +354,8 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
             return
         IMPORTED.clear()
         IMPORTED.update(re.findall(r"titanlike init (\S+\.toml)", block.page.read_text()))
+        for found in re.findall(r"titanlike plan (\S+) .*--write (\S+\.toml)", block.page.read_text()):
+            (clone / found[1]).write_text(f'extends = "{recipe_path(found[0])}"\n')  # as the search does
         for words, variables in commands(block.text):
             check_command(words, variables)
     elif block.language in ("python", "py"):

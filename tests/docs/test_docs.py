@@ -13,6 +13,7 @@ from textwrap import indent
 from typing import Any
 
 import pytest
+import tomli
 import torch
 
 import titanlike
@@ -172,14 +173,53 @@ def test_the_plans_of_published_runs_are_those_of_today() -> None:
     assert recorded == published_gpu.plans(), "record them again (benchmarks/published_gpu.py)"
 
 
+# The table of docs/sagemaker.md: the name of a plan, and the keys that it changes.
+BEST = "`best.toml`: also float8 and `training.local_batch_size = 2`"
+SAGEMAKER_PLANS: dict[str, dict[str, str]] = {
+    "the recipe with these two keys": {}, "with `--activation_checkpoint.mode=none`": {"activation_checkpoint.mode": "none"},
+    BEST: {
+        "activation_checkpoint.mode": "none", "training.local_batch_size": "2", "float8.scaling": "tensorwise",
+        "float8.all_gather": "true",
+    },
+}  # fmt: skip
+
+
 def test_the_cost_of_jobs_is_that_of_today() -> None:
     assert f"\n{sagemaker_study.cost()}\n" in (ROOT / "benchmarks/LOG.md").read_text()
-    plan = plan_or_none(load_known(recipe_path("llama3_8b"), {}), 32, load_hardware("ml.p5.48xlarge"))
     page = (ROOT / "docs/sagemaker.md").read_text()
-    assert plan and f"\nplan        {brief(plan)}\n" in page
+    found = {}
+    for name, keys in SAGEMAKER_PLANS.items():
+        recipe = load_known(recipe_path("llama3_8b"), {"model.size": "3.1-8B", "training.steps": "95_000", **keys})
+        plan = plan_or_none(recipe, 32, load_hardware("ml.p5.48xlarge"))
+        assert plan and plan.dollars
+        found[name] = plan
+        figures = f"{plan.reserved / 2**30:.1f} | {plan.tokens_per_second_per_gpu:,.0f} | {plan.hours:.1f} | ${plan.dollars:,.0f}"
+        assert f"\n| {name} | {figures} |\n" in page
+    best = found[BEST]
+    assert f"\nplan        {brief(best)}\n" in page
+    minutes = best.job.recipe.checkpoint.interval * best.time.seconds / 60
+    prose = " ".join(page.split())
+    assert f"steps, here {best.job.recipe.checkpoint.interval}, planned as {minutes:.0f} minutes" in prose
+    assert f"{100 * best.time.seconds / 60:.0f}" == "4" and "train 100 steps, planned as four minutes" in prose
     rows = json.loads((ROOT / "benchmarks/results/planner_validation.json").read_text())["rows"]
     errors = [row["error"] for row in rows if row["table"] in ("SageMaker study", "AWS sample")]
-    assert f"[{min(errors):.0%} to {max(errors):.0%} too fast](results.md#accuracy-of-plans)" in page
+    assert f"[{min(errors):.0%} to {max(errors):.0%} too fast](results.md#accuracy-of-plans)" in prose
+    assert 1 / (1 + max(errors)) < best.range.low
+
+
+@pytest.mark.slow
+def test_the_search_of_the_sagemaker_page_writes_its_recipe(tmp_path: Path) -> None:
+    (line,) = [
+        line for block in blocks(ROOT / "docs/sagemaker.md") for line in block.splitlines() if "--search" in line
+    ]
+    done = python(tmp_path, "-m", *shlex.split(line))
+    assert done.returncode == 0, done.stderr
+    values = tomli.loads((tmp_path / "best.toml").read_text())
+    del values["extends"]
+    found = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+    assert {key: str(value).lower() for key, value in found.items()} == {
+        "model.size": "3.1-8b", "training.steps": "95000", **SAGEMAKER_PLANS[BEST]
+    }  # fmt: skip
 
 
 def test_all_cases_are_measured() -> None:

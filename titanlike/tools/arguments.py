@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 from titanlike.config.base import shown
 from titanlike.utils.arguments import parse_int
@@ -23,6 +24,15 @@ def _at_least(minimum: int, text: str) -> int:
         limit = " and below 10^9" if text.isdigit() and number is None else ""
         raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}{limit}, got {shown(text)!r}")
     return number
+
+
+def local_path(text: str) -> Path:
+    """Parses the path of a file or folder to write, which is not the URL of an object store."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"expected a local path, got {shown(text)!r}; copy the result there afterwards"
+        )
+    return Path(text)
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.tools.arguments import non_negative_int, positive_int
+from titanlike.tools.arguments import local_path, non_negative_int, positive_int
 from titanlike.tools.cli import data_inspect
 from titanlike.tools.cli.command import add_command
 from titanlike.utils.live_line import LiveLine
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     subcommands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     make = add_command(subcommands, "prepare", PREPARE, run)
     make.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT)
-    make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to create")
+    make.add_argument("--out", type=local_path, required=True, metavar="FOLDER", help="folder to create")
     text = "tokenizer as in a recipe: bytes, a tiktoken encoding such as gpt2, or a file such as tokenizer.json or tokenizer.model"
     make.add_argument("--tokenizer", required=True, metavar="ENCODING", help=text)
     text = "the special tokens of each document: eos at its end, bos at its start"
@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
     _add_quality_options(make.add_argument_group("documents that are worth training on (docs/data.md)"))
     train = add_command(subcommands, "train-tokenizer", TRAIN, run)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
-    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    train.add_argument("--out", type=local_path, required=True, metavar="FILE", help="file to write")
     text = "number of tokens, including special ones"
     train.add_argument("--vocab-size", type=positive_int, default=32000, metavar="N", help=text)
     text = "most bytes of text to read, from each file in proportion to its size"
