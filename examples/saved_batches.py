@@ -1,7 +1,7 @@
 """Batches that another program saved, as a data source. docs/coming_from.md compares a migrated job with them.
 
 In a copy of recipes/pretrain.py, pass `open_sources=open_sources` to `build_dataloaders`. A file `batches/STEP-*.npz` has the
-arrays `tokens` and `labels` (N, T) of a micro-batch.
+arrays `input` and `labels` (N, T) of a micro-batch, and may have `positions`, which restart at each document.
 """
 
 from pathlib import Path
@@ -26,10 +26,17 @@ class SavedBatches:
     def read(self, step: int, rows: range) -> SequenceBatch:
         """Returns these rows of the global batch of a step."""
         files = [np.load(path) for path in sorted(Path("batches").glob(f"{step}-*.npz"))]
-        if not files or sum(len(file["tokens"]) for file in files) <= rows[-1]:
+        if not files or sum(len(file["input"]) for file in files) <= rows[-1]:
             raise UserError(f"batches/{step}-*.npz: fewer than {rows[-1] + 1} sequences of step {step}")
-        tokens, labels = (np.concatenate([file[name] for file in files])[list(rows)] for name in ("tokens", "labels"))
-        return SequenceBatch(np.array(rows), np.concatenate([tokens, labels[:, -1:]], 1), labels=labels)
+        names = [name for name in ("input", "labels", "positions") if name in files[0]]
+        tokens, labels, *positions = (np.concatenate([file[name] for file in files])[list(rows)] for name in names)
+        documents = None
+        if positions:
+            documents = (positions[0] == 0).cumsum(1)
+            documents = np.concatenate([documents, documents[:, -1:]], 1)
+        return SequenceBatch(
+            np.array(rows), np.concatenate([tokens, labels[:, -1:].clip(0)], 1), document_ids=documents, labels=labels
+        )
 
     def position(self) -> None:
         """The step is the only state."""

@@ -320,9 +320,9 @@ def summary(measured: dict[str, Any]) -> str:
         for quantity in ("loss", "gradient norm", "weights")
     )
     return (
-        f"In {len(cases)} cases (layouts, some with dropout or activation checkpointing), a small Llama and GPT were trained in "
-        f"float32 over gloo on 2 to {max(case['processes'] for case in cases)} processes: losses differ from those of one process "
-        f"by at most {_rounded_up(loss)}, gradient norms by {_rounded_up(norm)} and weights by {_rounded_up(weights)} (relative)"
+        f"A small Llama and GPT were trained on CPUs, in float32, under {len(cases)} combinations of layout, dropout and "
+        f"activation checkpointing with 2 to {max(case['processes'] for case in cases)} processes. Relative to one process, "
+        f"losses differ by at most {_rounded_up(loss)}, gradient norms by {_rounded_up(norm)} and weights by {_rounded_up(weights)}"
     )
 
 

@@ -258,6 +258,8 @@ SYSTEM = [
     ".ci/busy",
     "prometheus",
     "cp",
+    "mv",
+    "hf",
     "printf",
     "aws",
     "git",
@@ -269,7 +271,7 @@ SYSTEM = [
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "new/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
-    "srun": srun,
+    "srun": srun, "venv/bin/torchrun": torchrun,
     **dict.fromkeys((*SYSTEM, "llama-cli", "mlx_lm.generate", "vllm"), any_words),
 }  # fmt: skip
 
@@ -314,7 +316,7 @@ def check_toml(block: Block, folder: Path) -> None:
 
 def check_python(text: str) -> None:
     """Compiles code and imports what it takes from a library. The SageMaker SDKs are tested in environments of their own, and
-    `my_config` of docs/extending.md in tests/recipes."""
+    `my_config` and `my_model` of docs/extending.md in tests/recipes."""
     compile(text, "<block>", "exec")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("sagemaker", "my_config")):
@@ -323,7 +325,7 @@ def check_python(text: str) -> None:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                importlib.import_module(alias.name)
+                assert alias.name == "my_model" or importlib.import_module(alias.name)
 
 
 def check_output(text: str) -> None:

@@ -20,8 +20,10 @@ import qk_norm
 from tests.launching import ROOT, SMALL, environment, free_port, losses, python, run
 from tests.pool import Ranks
 from tests.programs import blocks, edited
+from titanlike.data.batches.packed_dataset import positions_in_documents, separate_documents
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.losses import IGNORE
 from titanlike.tools.programs import load_known
 
 
@@ -79,9 +81,11 @@ def test_the_command_of_an_example_runs() -> None:
     assert done.stdout.count("largest difference of a loss from one process: ") == 2
 
 
-def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(masks: bool, tmp_path: Path) -> None:
     """The comparison of docs/coming_from.md, with a checkpoint in torchtitan's format that a run exports."""
     keys: Any = {"training.compute_dtype": "float32", "compile.mode": "none", "checkpoint.interval": "4"}
+    keys["data.document_masks"] = str(masks).lower()
     keys = SMALL | keys | {"training.steps": "8", "run.name": "first"}
     debug = str(ROOT / "train_configs/debug.toml")
     done = run(tmp_path, debug, **keys)
@@ -95,6 +99,8 @@ def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(tmp_pat
         done = python(tmp_path, *cli, *words)
         assert done.returncode == 0, done.stderr
     (check,) = (text for text in blocks(ROOT / "docs/coming_from.md", "toml") if 'program = "check"' in text)
+    if masks:  # as the positions say
+        check = edited(check, ('path = ""\n', 'path = ""\ndocument_masks = false\n'))
     (tmp_path / "custom/check.toml").write_text(check)
     (tmp_path / "custom/saved_batches.py").write_text((ROOT / "examples/saved_batches.py").read_text())
     program = tmp_path / "custom/check.py"
@@ -109,15 +115,25 @@ def test_an_imported_run_on_saved_batches_continues_with_the_same_losses(tmp_pat
     assert done.returncode == 0 and "weights and optimizer state of step 4" in done.stdout, done.stderr
     recipe = load_known(tmp_path / "train.toml", {})
     training = recipe.training
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     sources = open_sources(
-        recipe.data, build_tokenizer(recipe.tokenizer, recipe.model.vocab_size), seq_len=training.seq_len,
+        recipe.data, tokenizer, seq_len=training.seq_len,
         global_batch_size=training.global_batch_size, seed=recipe.run.seed, validate=False,
     )  # fmt: skip
     (tmp_path / "batches").mkdir()
+    num_masked = 0
     for step in (5, 6, 7):
         for part in (range(2), range(2, 4)):
             tokens = sources.training.read(step, part).tokens
-            np.savez(tmp_path / f"batches/{step}-{part.start}.npz", tokens=tokens[:, :-1], labels=tokens[:, 1:])
+            arrays = {"input": tokens[:, :-1], "labels": tokens[:, 1:]}
+            if masks:  # positions and labels as torchtitan 0.3 has them
+                documents = separate_documents(tokens, tokenizer.separator)
+                is_first = documents[:, 1:] != documents[:, :-1]
+                num_masked += is_first.sum()
+                arrays["labels"] = np.where(is_first, IGNORE, arrays["labels"])
+                arrays["positions"] = positions_in_documents(documents)[:, :-1]
+            np.savez(tmp_path / f"batches/{step}-{part.start}.npz", **arrays)
+    assert bool(num_masked) == masks
     done = run(tmp_path, "custom/check.toml")
     assert done.returncode and "batches/8-*.npz: fewer than 4 sequences of step 8" in done.stderr
     found, expected = losses(tmp_path / "runs/check"), losses(tmp_path / "runs/first")
