@@ -12,6 +12,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import atexit
 import gc
+import re
 import shutil
 import sys
 import tempfile
@@ -89,7 +90,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     @cache
     def group(file: str) -> str:
         text = (ROOT / file).read_text()
-        return "ranks" if " ranks: Ranks" in text else file if 'scope="module"' in text else ""
+        return (
+            "ranks"
+            if re.search(r"\b(ranks: Ranks|parity: Parity)\b", text)
+            else file
+            if 'scope="module"' in text
+            else ""
+        )
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

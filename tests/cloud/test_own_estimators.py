@@ -123,7 +123,7 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     code, base = source_dir(tmp_path, copied=real), opt_ml(tmp_path)
     run, events = base / "checkpoints/tiny", base / "output/tensorboard/tiny"
     job = start_job(sdk, code, base, real=real)
-    wait_for(run / "checkpoints/step-00000040/manifest.json", 120)
+    wait_for(run / "checkpoints/step-00000040/manifest.json", 300)
     while not any(file.stat().st_size for file in events.glob("*")):  # during the job
         assert job.poll() is None, job.communicate()
         time.sleep(0.02)
