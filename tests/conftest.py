@@ -90,18 +90,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     @cache
     def group(file: str) -> str:
         text = (ROOT / file).read_text()
-        return (
-            "ranks"
-            if re.search(r"\b(ranks: Ranks|parity: Parity)\b", text)
-            else file
-            if 'scope="module"' in text
-            else ""
-        )
+        if re.search(r"\b(ranks: Ranks|parity: Parity)\b", text):
+            return "ranks"
+        return file if 'scope="module"' in text else ""
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid.partition("::")[0]) or nodeid
 
+    config.option.loadscopereorder = False  # keeps the order of pytest_collection_modifyitems
     return Scheduling(config, log)
 
 
@@ -122,10 +119,12 @@ def _draw_few_tokens() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Any]]:
     """Returns a function: `ranks(4)` is a pool of four processes in one gloo group, kept for the session."""
     from tests.pool import Pool
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        (tmp_path_factory.getbasetemp().parent / "ranks").mkdir()  # fails if another worker has pools
     pools: dict[int, Pool] = {}
     yield lambda world_size: pools.setdefault(world_size, Pool(world_size))
     threads = {size: pool.threads for size, pool in pools.items()}

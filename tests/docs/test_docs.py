@@ -21,6 +21,7 @@ from benchmarks import optimizers, published_gpu, real_model, results_page, sage
 from docs import llms
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
+from tests.pool import Ranks
 from tests.programs import PAGES, blocks
 from tests.training import tiny, train
 from titanlike.checkpoint.loader import read_whole
@@ -73,7 +74,7 @@ def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_checkpoints_page_loads_a_run(
-    tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In plain PyTorch, from shards that two ranks saved."""
     recipe = tiny(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launching import wait_for
-from tests.pool import Pool
+from tests.pool import Ranks
 from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.run.run_dir import RunDirectory
@@ -118,8 +118,8 @@ def hold_lock(folder: Path, seconds: float) -> str:
         return str(error)
 
 
-def test_all_ranks_refuse(tmp_path: Path, ranks: Any) -> None:
-    pool: Pool = ranks(2)
+def test_all_ranks_refuse(tmp_path: Path, ranks: Ranks) -> None:
+    pool = ranks(2)
     lock = FileLock(tmp_path / "r/lock")
     first, second = pool.run(hold_lock, tmp_path, 0.0)
     assert first == second
