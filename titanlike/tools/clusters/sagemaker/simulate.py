@@ -81,6 +81,7 @@ class Host:
     def result(self) -> Result:
         """Waits for the process, its output and its files."""
         code = self.process.wait()
+        code = code if code >= 0 else 128 - code  # as a container reports a signal that ended its process
         self.kill()  # orphans of the first process
         self.reader.join(timeout=10)
         self.checkpoints.sync()
