@@ -152,16 +152,6 @@ def test_document_masks_separate_documents() -> None:
     assert positions_in_documents(opened).tolist() == [[0, 1, 0, 1, 2]]
 
 
-def test_masked_tokens_are_not_labels() -> None:
-    class Masked(InMemoryTokens):
-        def loss_mask(self, starts: np.ndarray, length: int) -> np.ndarray:
-            return self.tokens[starts[:, None] + np.arange(length)] % 3 != 0
-
-    for batch in batches(PackedDataset(Masked(np.arange(41)), 4)).microbatches(1):
-        following = batch.inputs["tokens"] + 1
-        assert torch.equal(batch.labels, torch.where(following % 3 != 0, following, IGNORE))
-
-
 class StepSource:
     """A source whose tokens are the step number. Optionally fails or blocks at a step."""
 

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import os
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import tomli
 
-from tests.data.preparing import BYTES, random_text, read_split
+from tests.data.preparing import BYTES, read_split
 from tests.durability import Disk
 from tests.web import web
 from titanlike.config import UserError
@@ -60,27 +59,6 @@ def test_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
     prepare([str(tmp_path / "*.txt")], tmp_path / "out", BYTES, validation_share=0.5, workers=0)
     found = [document for split in (TRAIN, VALIDATION) for document in read_split(tmp_path / "out", split)]
     assert sorted(found) == [[*text, 256] for text in texts]
-
-
-def test_copies_of_a_document_are_in_the_same_split(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    texts = [random_text(rng, 5) for _ in range(300)]
-    for name, ordered in (("a", texts), ("b", texts[::-1] + texts[:50])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ordered))
-        prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, BYTES, validation_share=0.2, workers=0)
-    found = {name: {tuple(text) for text in read_split(tmp_path / name, VALIDATION)} for name in "ab"}
-    assert found["a"] == found["b"]
-    assert not found["a"] & {tuple(text) for text in read_split(tmp_path / "b", TRAIN)}
-
-
-def test_prompts_are_excluded_from_the_loss(corpus: Path, tmp_path: Path) -> None:
-    fields = Fields("text", "ask")
-    prepare([str(corpus / "a.jsonl")], tmp_path / "out", Section(special="eos"), fields=fields, workers=0)
-    document = next(iter(read_documents(list_files(str(corpus / "a.jsonl"))[0], fields)))
-    shards = Shards(str(tmp_path / "out"))
-    [[end, loss_start]] = shards._read_documents(shards.shards[0])[:1]
-    assert loss_start == len(document.prompt.encode())
-    assert end == loss_start + len(document.text.encode()) + 1
 
 
 def test_tokenizer_file_is_copied_into_the_folder(corpus: Path, tmp_path: Path, disk: Disk) -> None:

@@ -80,16 +80,6 @@ def test_a_position_is_restored_on_another_number_of_ranks(tmp_path: Path) -> No
                 assert np.array_equal(resumed.read(step, rows).tokens, expected[step - 1][rows.start : rows.stop])
 
 
-def test_a_mixture_has_exact_shares_in_each_reader(tmp_path: Path) -> None:
-    source = open_stream([write(tmp_path, [40, 40]), write(tmp_path, [40, 40], "other")], weights=[3, 1], seq_len=64)
-    counts = {"part": 0, "other": 0}
-    for step in range(1, 257):
-        for row in source.read(step, range(8)).tokens:
-            text = bytes(min(token, 255) for token in row.tolist())
-            counts["other" if b"other" in text else "part"] += 1
-    assert counts == {"part": 6 * 256, "other": 2 * 256}
-
-
 def test_prompts_are_masked(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps({"text": "answer" * n, "prompt": "ask?" * n}) + "\n" for n in range(1, 30)))

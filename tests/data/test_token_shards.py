@@ -168,11 +168,6 @@ def test_a_folder_without_a_manifest_is_an_error(folder: Path) -> None:
         Shards(str(folder))
 
 
-def test_the_fingerprint_covers_tokens_and_prompts(tmp_path: Path, folder: Path) -> None:
-    same, other = write(tmp_path / "same"), write(tmp_path / "other", prompts=False)
-    assert same.fingerprint == read_manifest(str(folder)).fingerprint != other.fingerprint
-
-
 @pytest.mark.parametrize("kind", ["tokens", "documents"])
 def test_the_fingerprint_covers_the_content_of_files_of_the_same_size(folder: Path, kind: str) -> None:
     before = Shards(str(folder)).fingerprint

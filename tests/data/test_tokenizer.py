@@ -56,13 +56,6 @@ def test_rank_file(tmp_path: Path) -> None:
             build(str(path), 320)
 
 
-def test_mismatched_vocabulary_and_unknown_encoding_are_refused() -> None:
-    with pytest.raises(UserError, match=r"vocab_size = 200 is smaller than the 257 tokens"):
-        build("bytes", 200)
-    with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
-        build("gpt-2", 320)
-
-
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     """Trains a small byte-pair tokenizer.json."""

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -165,18 +164,3 @@ def test_weights_that_are_not_finite_are_reported_in_a_sentence(folder: Path, tm
 def test_the_harness_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'titanlike[eval]'" in refusal(cli, "lm_eval", "--help")
-
-
-def test_help_imports_no_torch() -> None:
-    code = """
-import sys
-from titanlike.tools.cli.main import main
-
-for name in ("generate", "evaluate"):
-    sys.argv = ["titanlike", name, "--help"]
-    try:
-        main()
-    except SystemExit:
-        assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -105,19 +105,6 @@ def rates() -> Rates:
     return Rates(Job(load_known(recipe_path("llama3_1b"), overrides), 1), load_hardware("h200"), "h200")
 
 
-def test_times_are_those_that_an_h200_measured(rates: Rates) -> None:
-    products = [((16384, 8192), (8192, 2048)), ((16384, 2048), (2048, 8192)), ((8192, 16384), (16384, 2048))]
-    seconds = sum(rates.seconds(kernel("mm", *((shape, BF16) for shape in shapes))) for shapes in products)
-    assert seconds == pytest.approx(6 * 16384 * 8192 * 2048 / 726.7e12, rel=1e-6)
-    forward, backward = (f"_scaled_dot_product_cudnn_attention{name}" for name in ("", "_backward"))
-    q, k = ((2, 32, 8192, 64), BF16), ((2, 8, 8192, 64), BF16)
-    seconds = rates.seconds(kernel(forward, q, k)) + rates.seconds(kernel(backward, q, q, k))
-    assert seconds == pytest.approx(2 * 0.0089 / 4, rel=0.01)
-    copy = kernel("copy_", size=295 * 10**7)
-    assert rates.seconds(copy) == pytest.approx(1e-3)
-    assert rates.seconds(replace(copy, issued=132 * 4 * 1.6e9 * 2e-3)) == pytest.approx(3.2e-3)
-
-
 def test_predictions_are_within_one_percent_of_the_h200(rates: Rates) -> None:
     """To which the constants are fitted, but for the last one: this shows that the arithmetic stays the same."""
     seconds = ledger_seconds(rates.job)
