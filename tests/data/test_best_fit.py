@@ -160,9 +160,6 @@ def test_sources_and_any_number_of_ranks(tokens: Path) -> None:
     assert training.num_sequences + validation.num_sequences == dataset(tokens).num_sequences
 
 
-def test_too_few_sequences_and_sources_without_documents(tokens: Path) -> None:
+def test_too_few_sequences(tokens: Path) -> None:
     with pytest.raises(UserError, match="too few with one in 100 held out"):
         dataset(tokens, held_out=True, holdout_every=100)
-    for source in ("stream", "synthetic"):
-        problems = list(Data(source=source, path="x", packing="best_fit").problems())  # type: ignore[arg-type]
-        assert f"'best_fit' needs to know all documents, which data.source = '{source}' does not" in problems[-1]

@@ -64,15 +64,6 @@ def test_the_changelog_has_the_version() -> None:
     assert f"Version {titanlike.__version__} " in (ROOT / "README.md").read_text()
 
 
-def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
-    (line,) = [
-        line for block in blocks(ROOT / "README.md") for line in block.splitlines() if "launch sagemaker" in line
-    ]
-    done = python(tmp_path, "-m", *shlex.split(line, comments=True))
-    assert done.returncode == 0, done.stderr
-    assert '"InstanceCount": 1' in done.stdout
-
-
 def test_the_code_of_the_checkpoints_page_loads_a_run(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,11 +95,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "has no model.safetensors and no"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of BertForMaskedLM, DeepseekV2ForCausalLM,"),
-    "RoPE type": (
-        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, rope_theta=1e4),
-        "the RoPE type 'yarn' is not supported; only 'default' and 'llama3' are",
-    ),
-    "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but transformers reads rope_theta = 500000.0"),
     "quantized": (config(quantization_config={"bits": 4}), '= {{"bits": 4}} is neither MXFP4 nor float8 with'),
     "zero heads": (config(num_attention_heads=0), WRONG_VALUE),
     "negative size": (config(vocab_size=-1), "config.json: vocab_size: Input should be greater than or equal to 1; correct it"),

