@@ -86,29 +86,6 @@ def test_attention_of_encoders_is_bidirectional_and_stays_in_a_document(config: 
     torch.testing.assert_close(before[:, 5:], model(tokens[:, 5:]))
 
 
-def test_a_window_of_an_encoder_is_on_both_sides() -> None:
-    pattern = models.ENCODERS["ModernBERT, pattern"]
-    config = dataclasses.replace(pattern, num_layers=2, sliding_window=6)  # the second block has the window
-    model = with_large_weights(build(config))
-    wide = with_large_weights(build(dataclasses.replace(config, sliding_window=30)))
-    x, positions = torch.arange(12).remainder(37)[None], torch.arange(12)[None]
-    mask = model.local_mask(None, positions)[0, 0]  # type: ignore[operator]
-    assert torch.equal(mask, (positions.t() - positions).abs() <= 3)
-    assert wide.local_mask(None, positions) is None  # type: ignore[operator]
-    assert not torch.allclose(model(x), wide(x))
-
-
-@pytest.mark.parametrize("config", CAUSAL.values(), ids=CAUSAL)
-def test_attention_is_causal(config: TransformerConfig) -> None:
-    model = with_large_weights(build(config))
-    tokens = torch.arange(12).remainder(37)[None]
-    changed = tokens.clone()
-    changed[0, 7] = 36
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :7], after[:, :7])
-    assert not torch.allclose(before[:, 7:], after[:, 7:])
-
-
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_each_dropout_is_at_a_site_of_its_own(name: str) -> None:
     """Two of one site would drop the same elements."""

@@ -268,25 +268,6 @@ def test_a_setting_takes_time(sections: dict[str, Any]) -> None:
     assert predict(job(8, **base | sections)).seconds > predict(job(8, **base)).seconds
 
 
-@pytest.mark.parametrize(
-    ("layout", "keys"),
-    [
-        (dict(tensor=8), dict(whole_logits=True)),
-        (dict(tensor=8), dict(eager_loss=True)),
-        (dict(tensor=8), dict(sequence_parallel=False)),
-        (dict(tensor=8), dict(attention="flash")),
-        ({}, dict(overlaps=False)),
-        (dict(expert=8), dict(load_variation=1.0)),
-        ({}, dict(padded_experts=True)),
-    ],
-    ids=str,
-)
-def test_a_property_of_another_program_takes_time(layout: dict[str, int], keys: dict[str, Any]) -> None:
-    has_experts = "expert" in layout or "padded_experts" in keys
-    planned = job(64, model=QWEN3_MOE if has_experts else LLAMA_8B, layout=layout)
-    assert predict(replace(planned, program=Program(**keys))).seconds > predict(planned).seconds
-
-
 def test_the_slowest_rank_computes_the_largest_load() -> None:
     variation, experts = 0.4, 128
     loads = variation * torch.randn(4000, 8, experts // 8, generator=torch.Generator().manual_seed(0))

@@ -3,12 +3,11 @@
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from titanlike.tools.verify import comparison as phases
-from titanlike.tools.verify.comparison import ProcessRecord, compare
+from titanlike.tools.verify.comparison import ProcessRecord, compare, difference_of
 from titanlike.tools.verify.diagnosis import Diagnosis, first_finding
 
 
@@ -34,6 +33,14 @@ def found(
 def test_shards_may_be_of_different_sizes() -> None:
     whole = torch.randn(5, 3)
     assert found(phases.GRADIENTS, {"w": whole}, {"w": whole[:3]}, {"w": whole[3:]}) is None
+
+
+def test_shards_over_two_dimensions() -> None:
+    whole = torch.randn(8, 8)
+    copies = []
+    for data, rows in enumerate(whole.chunk(2, 0)):
+        copies += [({"data": data, "tensor": tensor}, each) for tensor, each in enumerate(rows.chunk(2, 1))]
+    assert difference_of("w", whole, copies, 0.0, 1e-6).size == 0.0
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_not_an_error() -> None:
@@ -67,9 +74,3 @@ def test_outputs_name_the_first_module_and_need_not_be_comparable() -> None:
     assert found(phases.OUTPUTS, one, *right, dimension="data") is None
     partial = [{"first": each, "": whole} for each in (whole - 1.0, torch.ones(4, 4))]  # sums of a row-parallel layer
     assert found(phases.OUTPUTS, one, *partial) is None
-
-
-@pytest.mark.parametrize(("losses", "is_equal"), [((1.0, 3.0), True), ((0.5, 1.5), True), ((1.0, 2.0), False)])
-def test_losses_may_be_means_or_parts_of_the_batch(losses: tuple[float, float], is_equal: bool) -> None:
-    ranks = [{"loss": torch.tensor(each)} for each in losses]
-    assert (found(phases.LOSS, {"loss": torch.tensor(2.0)}, *ranks, dimension="data") is None) == is_equal
