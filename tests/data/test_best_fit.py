@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.data.preparing import BYTES
 from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.data.batches.best_fit import BestFitDataset, pack
-from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens import work_units
 from titanlike.data.tokens.shards import Shards
 from titanlike.data.tokens.tokenizer import Separator, build_tokenizer
-from titanlike.losses import IGNORE
 from titanlike.tools.data.prepare import prepare
 
 SEQ_LEN = 16
@@ -120,32 +117,8 @@ def section(path: Path, **options: Any) -> Data:
     return Data(source="shards", path=str(path), packing="best_fit", holdout_every=3, **options)
 
 
-def test_sources_and_any_number_of_ranks(tokens: Path) -> None:
+def test_sources(tokens: Path) -> None:
     tokenizer = build_tokenizer(BYTES)
-
-    def batches(ranks: int, first_step: int) -> list[torch.Tensor]:
-        found = []
-        for rank in range(ranks):
-            opened = open_sources(
-                section(tokens, document_masks=True), tokenizer, seq_len=SEQ_LEN, global_batch_size=4, seed=3, validate=True
-            )  # fmt: skip
-            loader = BatchLoader(
-                opened.training, global_batch_size=4, local_batch_size=4, data_rank=rank, num_data_ranks=ranks, seed=3,
-                device=torch.device("cpu"), document_separator=tokenizer.separator,
-            )  # fmt: skip
-            found.append([loader.microbatches(step)[0] for step in range(first_step, 6)])
-        return [
-            torch.cat(
-                [torch.stack([batch.inputs["tokens"], batch.labels, batch.inputs["document_ids"]]) for batch in step], 1
-            )
-            for step in zip(*found, strict=True)
-        ]
-
-    expected = batches(1, 1)
-    for ranks, first_step in ((2, 1), (4, 1), (2, 4)):
-        assert all(map(torch.equal, batches(ranks, first_step), expected[first_step - 1 :]))
-    labels = expected[0][1]
-    assert (labels == IGNORE).any()
     concatenated = Data(source="shards", path=str(tokens), holdout_every=3)
     opened, other = (
         open_sources(each, tokenizer, seq_len=SEQ_LEN, global_batch_size=1, seed=3, validate=True)
