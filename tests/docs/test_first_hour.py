@@ -43,21 +43,3 @@ def test_the_first_hour_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path) ->
             assert "failed" not in found["rows"][row], (name, row, found["rows"][row])
             assert found["rows"][row].get("losses_match", True) or "float8" in name + row, (name, row)
     assert first_hour(tmp_path, *parts).stdout.splitlines() == [f"{name}: done before" for name in states]
-
-
-def test_a_part_that_fails_is_reported_and_repeated_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu, "PARTS", {"bad": gpu.Part("", "json.tool nope.json"), "good": gpu.Part("", "json.tool --help")}
-    )
-    monkeypatch.setattr(gpu, "argv_of", lambda name, *_, **__: gpu.shlex.split(gpu.PARTS[name].rehearsal))
-    order = []
-    original = gpu.run
-    monkeypatch.setattr(gpu, "run", lambda name, *rest, **named: order.append(name) or original(name, *rest, **named))
-    for expected in (["bad", "good"], ["bad", "good", "bad"]):
-        monkeypatch.setattr(sys, "argv", ["gpu", "bad", "good", "--rehearse", "--out", str(tmp_path)])
-        with pytest.raises(SystemExit) as ended:
-            gpu.main()
-        assert ended.value.code == 1
-        assert order == expected
-    states = json.loads((tmp_path / "parts.json").read_text())
-    assert {name: state["state"] for name, state in states.items()} == {"bad": "failed", "good": "ok"}
