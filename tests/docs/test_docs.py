@@ -17,7 +17,7 @@ import tomli
 import torch
 
 import titanlike
-from benchmarks import published_gpu, real_model, results_page, sagemaker_study
+from benchmarks import optimizers, published_gpu, real_model, results_page, sagemaker_study, soak
 from docs import llms
 from tests import parity
 from tests.launching import ROOT, SMALL, python, run
@@ -180,7 +180,16 @@ def test_the_cost_of_jobs_is_that_of_today() -> None:
         found[name] = plan
         figures = f"{plan.reserved / 2**30:.1f} | {plan.tokens_per_second_per_gpu:,.0f} | {plan.hours:.1f} | ${plan.dollars:,.0f}"
         assert f"\n| {name} | {figures} |\n" in page
-    assert f"\nplan        {brief(found[BEST])}\n" in page
+    best = found[BEST]
+    assert f"\nplan        {brief(best)}\n" in page
+    minutes = best.job.recipe.checkpoint.interval * best.time.seconds / 60
+    prose = " ".join(page.split())
+    assert f"steps, here {best.job.recipe.checkpoint.interval}, planned as {minutes:.0f} minutes" in prose
+    assert f"{100 * best.time.seconds / 60:.0f}" == "4" and "train 100 steps, planned as four minutes" in prose
+    rows = json.loads((ROOT / "benchmarks/results/planner_validation.json").read_text())["rows"]
+    errors = [row["error"] for row in rows if row["table"] in ("SageMaker study", "AWS sample")]
+    assert f"[{min(errors):.0%} to {max(errors):.0%} higher](results.md#accuracy-of-plans)" in prose
+    assert 1 / (1 + max(errors)) < best.range.low
 
 
 @pytest.mark.slow
@@ -196,6 +205,16 @@ def test_the_search_of_the_sagemaker_page_writes_its_recipe(tmp_path: Path) -> N
     assert {key: str(value).lower() for key, value in found.items()} == {
         "model.size": "3.1-8b", "training.steps": "95000", **SAGEMAKER_PLANS[BEST]
     }  # fmt: skip
+
+
+def test_all_cases_are_measured() -> None:
+    for measurement, cases in (
+        ("docs/parity.json", [case.name for case in parity.CASES]), ("docs/parity_moe.json", [*parity.MOE_CASES]),
+    ):  # fmt: skip
+        assert list(json.loads((ROOT / measurement).read_text())["cases"]) == cases, "record it again (tests/parity.py)"
+    assert list(json.loads((ROOT / "docs/optimizers.json").read_text())["variants"]) == list(optimizers.VARIANTS)
+    runs = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == [scenario.name for scenario in soak.SCENARIOS]
 
 
 def messages() -> list[str]:
@@ -275,6 +294,22 @@ def test_keys_that_are_named_exist(page: Path) -> None:
         is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl", "mlm.py", "seq2seq.py")
         if name.partition(".")[0] in sections and not is_file:
             assert name in KEYS, name
+
+
+def test_the_page_for_users_of_other_projects_has_the_measured_figures() -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    models = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())["models"]
+    difference = max(
+        abs(found[str(step)] - runs[name.partition(",")[0]][str(step)])
+        for runs in models.values()
+        for name, found in runs.items()
+        for step in range(11, 16)
+    )
+    assert f"[differ by at most {difference:.1e}](results.md" in page and difference < 1e-5
+    rows = json.loads((ROOT / "benchmarks/results/null_gpu_side_by_side.json").read_text())["cases"]["1b"]
+    host = {name: f"{min(rows[name]['host_cpu_ms']):.1f}" for name in ("titanlike", "torchtitan", "torchtitan_0_2")}
+    assert f"{host['titanlike']} ms of CPU time in a step" in page
+    assert f"with CUDA graphs {host['torchtitan']}, 0.2.2 {host['torchtitan_0_2']} |" in page
 
 
 def test_keys_of_other_projects_that_are_the_same_exist() -> None:

@@ -1,7 +1,9 @@
 """docs/quickstart.md: the plans are what it shows, and its lines run on a CPU with a small model and a local text."""
 
 import json
+import math
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -11,7 +13,9 @@ import tomli
 
 from tests.launching import ROOT, Cli, losses, python, run, start, wait_for
 from tests.programs import blocks
+from titanlike.recipe import PretrainRecipe, load
 from titanlike.tools import new_recipe
+from titanlike.tools.planning.hardware import load_hardware
 
 PAGE = ROOT / "docs/quickstart.md"
 OUTPUTS = [block.removeprefix("\n") for block in PAGE.read_text().split("```")[1::2] if block.startswith("\n")]
@@ -31,10 +35,42 @@ def test_the_page_shows_the_plan(hardware: str, tmp_path: Path, monkeypatch: pyt
         printed = cli(*command(f"titanlike {name} tonight.toml --gpus 1 --hardware {hardware}")).out.splitlines()
     (shown,) = [block.splitlines() for block in OUTPUTS if set(block.splitlines()) <= set(printed)]
     assert {"batch", "peak,", "speed", "run"} <= {line.split()[0] for line in shown}
+    text = " ".join(PAGE.read_text().split())
     if hardware == "h100":
+        speed = float(re.findall(r"speed +([\d,]+)", "\n".join(shown))[0].replace(",", ""))
+        assert round(600 * speed / (128 * 8192), -1) == 30  # "about 30 steps" in ten minutes
+        assert "taken about 30 steps of a million tokens" in text
+        (hours,) = re.findall(r"run .* ([\d.]+) hours", cli("plan", "tonight.toml", "--gpus", "1").out)
+        assert round(float(hours) / 12) == 9 and "four and a half days" in text
+        price = load_hardware("h100").dollars_per_gpu_hour
+        assert f"${price} per GPU-hour" in text
         (shown_recipe,) = (tomli.loads(block) for block in blocks(PAGE, "toml") if "[optimizer]" in block)
         written = tomli.loads(Path("tonight.toml").read_text())
         assert all(values.items() <= written[section].items() for section, values in shown_recipe.items())
+        parameters = load(PretrainRecipe, Path("tonight.toml")).model.num_parameters() / 1e9
+        checkpoint = 12 * parameters  # weights and two moments
+        for number, size in ((1, "13 GB each"), (3, "39 GB for checkpoints"), (2, "26 GB for those of the chat run")):
+            assert f"{number * checkpoint:.0f} GB" == " ".join(size.split()[:2]) and size in text
+        assert f"{4 * parameters:.1f} GB for the export" in text
+        Path("chat.toml").write_text(Path("tonight.toml").read_text().replace('"pretrain"', '"finetune"'))
+        options = command("titanlike train tonight.toml --program=finetune")[2:]
+        options = [word for word in options if not word.startswith(("--program", "--checkpoint.initial", "--run.name"))]
+        planned = " ".join(cli("plan", "chat.toml", "--gpus", "1", *options).out.split())
+        assert "200 steps, 2.62e+07 tokens: 10.0 minutes" in planned
+        assert "read 26 million tokens in 10 minutes on an H100" in text
+    else:
+        (hours,) = re.findall(r"run .* ([\d.]+) hours", shown[-1])
+        assert round(10 * 60 * float(hours) / 1500, 1) == 4.5 and "every four and a half minutes" in text
+
+
+def test_the_vocabularies_have_these_parameters_and_losses() -> None:
+    text = " ".join(PAGE.read_text().split())
+    for vocab_size, parameters, loss in ((50304, "1.08", "near 10.8"), (128256, "1.24", "tokenizer 11.8")):
+        model = new_recipe.find_model("3.2-1B", vocab_size=vocab_size)
+        assert f"{model.num_parameters() / 1e9:.2f}" == parameters and f"has {parameters} billion" in text
+        assert f"{math.log(vocab_size):.1f}" == loss.split()[1] and loss in text
+    speed = json.loads((ROOT / "benchmarks/results/data_prepare_cpu.json").read_text())["speed"]["Llama 3.1"]
+    assert round(speed["tokens_per_second"]["titanlike"] / 1e6) == 2 and "about two million tokens" in text
 
 
 @pytest.mark.slow
