@@ -209,7 +209,7 @@ def plans() -> list[str]:
         classes,
         text("""
             Errors by source, with the source not fitted: lowest to highest. A positive error is a plan that is too fast, or
-            has too much memory. Runs that are not fitted are those that no plan can know, and later ones. [The
+            has too much memory. Runs that are not fitted have effects that no plan models, or came later. [The
             log](../benchmarks/LOG.md#accuracy-of-plans) has the reasons of large errors.
         """),
         sources,
