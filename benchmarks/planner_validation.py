@@ -218,7 +218,9 @@ def validate(rows: Sequence[Row]) -> dict[str, Any]:
             "mixtures, source not fitted": distribution((each.error for each in mixtures), MIXTURE_GOAL),
             "mixtures, all sources fitted": distribution((each.fitted_error for each in mixtures), MIXTURE_GOAL),
             "mixtures, when first compared": distribution(first_mixtures, MIXTURE_GOAL),
-            "effects that no plan models": distribution((e.error for e in unlisted if e.row.note != published.ADDED), speed),
+            "effects that no plan models": distribution(
+                (e.error for e in unlisted if e.row.note != published.ADDED), speed
+            ),
             "added after the fit": distribution((e.error for e in unlisted if e.row.note == published.ADDED), speed),
             "ratios within tables": distribution((error for *_, error in ratio_errors(listed)), ratio),
             "memory": distribution(memory_errors, GOALS["memory"]),
