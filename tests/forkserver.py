@@ -100,7 +100,7 @@ class _Call:
     def __init__(self, args: Any, *others: Any) -> None:
         command = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
         self.program = _python_program(command)
-        self.pass_fds, self.cwd, self.env = others[3], others[4], others[5]
+        self.preexec, self.pass_fds, self.cwd, self.env = others[1], others[3], others[4], others[5]
         self.pipes = others[9:15]
         self.streams = (self.pipes[0], self.pipes[3], self.pipes[5])  # of the child; -1: inherited
         self.new_session = bool(others[20])
@@ -243,6 +243,8 @@ def _fork_or_start(self: Any, args: Any, *others: Any) -> None:
     if self.pid == 0:
         gc.freeze()  # finalizers of the parent's objects would close files of this process
         atexit._clear()  # exit handlers belong to the parent
+        if call.preexec:
+            call.preexec()
         become(call.request(call.pass_fds), call.child_streams())
     self._child_created = True
     self._close_pipe_fds(*call.pipes)

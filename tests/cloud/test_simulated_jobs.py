@@ -71,6 +71,12 @@ def test_a_job_finds_the_hooks_that_an_installation_has(tmp_path: Path) -> None:
     assert hooks == {(e.group, e.name, e.value) for e in installed if e.group.startswith("titanlike.")} != set()
 
 
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.simulate.subprocess", forked)
+
+
 @pytest.mark.slow
 def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     full, parts = tmp_path / "full", tmp_path / "parts"
@@ -95,9 +101,7 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     assert_equal_state(found, expected)
 
 
-def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("titanlike.tools.clusters.sagemaker.simulate.subprocess", forked)
+def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
     crash = (
         "            if step == 3 and __import__('torch').distributed.get_rank() == 1:\n"

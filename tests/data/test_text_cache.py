@@ -69,7 +69,9 @@ def _open(folder: Path, has_locks: bool) -> tuple[str, int, list[int]]:
     return data.fingerprint, next(iter(evaluator.texts.values())).num_tokens, written
 
 
-@pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no locks"])
+@pytest.mark.parametrize(
+    "has_locks", [pytest.param(True, id="locks"), pytest.param(False, id="no locks", marks=pytest.mark.slow)]
+)
 def test_machines_wait_for_one_that_tokenizes(ranks: Ranks, tmp_path: Path, has_locks: bool) -> None:
     for name, text in (("text", "some text"), ("evaluated", "another")):
         (tmp_path / name).mkdir()

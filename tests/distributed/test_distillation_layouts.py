@@ -58,14 +58,14 @@ CHUNKS: dict[str, Any] = {"training": dict(loss_chunk=20)}
 
 CASES: dict[str, Row] = {
     "2 micro-batches": (SLOW, "llama", {}, 4, {}),
-    "FSDP": (DEFAULT, "llama", dict(shard=2), 2, {}),
+    "FSDP": (EVERY, "llama", dict(shard=2), 2, {}),
     "FSDP, never resharded": (EVERY, "llama", dict(shard=2, reshard_after_forward="never"), 2, {}),
     "HSDP": (EVERY, "gpt", dict(replicate=2, shard=2), 1, {}),
     "TP, tied heads": (SLOW, "both tied", dict(tensor=2), 4, REVERSE),
     "TP, soft-capped logits": (SLOW, "soft-capped", dict(tensor=2), 4, REVERSE),
     "CP x TP, reverse, chunks": (DEFAULT, "gpt", dict(context=2, tensor=2), 4, REVERSE | CHUNKS),
     "CP x FSDP, chats": (DEFAULT, "llama", dict(context=2, shard=2), 2, CHATS),
-    "EP": (DEFAULT, "experts", dict(shard=2, expert=2), 2, {}),
+    "EP": (SLOW, "experts", dict(shard=2, expert=2), 2, {}),
     "EP x TP": (EVERY, "experts", dict(shard=2, tensor=2, expert=2), 2, REVERSE),
     "TP x FSDP, LoRA": (SLOW, "llama", dict(tensor=2, shard=2), 2, LORA),
     # Their heads have different sizes, too.

@@ -188,6 +188,7 @@ with process_group.session("cpu"):
 """
 
 
+@pytest.mark.slow
 def test_a_mistake_on_one_rank_ends_its_process_without_finalizing_the_interpreter(tmp_path: Path) -> None:
     """torch aborts a process whose interpreter finalizes while a thread of gloo releases a tensor, which is a matter of timing."""
     script = tmp_path / "mistake.py"

@@ -42,12 +42,12 @@ PRECOMPUTED: dict[str, Any] = {"preference": dict(reference="precomputed")}
 
 CASES: dict[str, Row] = {
     "2 micro-batches": (SLOW, "llama", {}, 4, {}),
-    "FSDP": (DEFAULT, "llama", dict(shard=2), 2, {}),
+    "FSDP": (EVERY, "llama", dict(shard=2), 2, {}),
     "HSDP": (EVERY, "gpt", dict(replicate=2, shard=2), 1, {}),
     "TP, tied head": (SLOW, "tied", dict(tensor=2), 4, {}),
     "TP, soft-capped logits": (EVERY, "soft-capped", dict(tensor=2), 4, {}),
     "CP x TP": (DEFAULT, "gpt", dict(context=2, tensor=2), 4, {}),
-    "EP": (DEFAULT, "experts", dict(shard=2, expert=2), 2, {}),
+    "EP": (SLOW, "experts", dict(shard=2, expert=2), 2, {}),
     "EP x CP": (EVERY, "experts", dict(context=2, expert=2), 4, {}),
     "TP x FSDP, LoRA": (DEFAULT, "llama", dict(tensor=2, shard=2), 2, LORA),
     "CP x FSDP, LoRA, second model": (EVERY, "gpt", dict(context=2, shard=2), 2, LORA | SECOND_MODEL),

@@ -151,7 +151,8 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     assert "in exchange" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
 
 
-@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_others_wait_for_an_export_longer_than_for_a_collective(
     starter: Starter, tmp_path: Path, fails: bool
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import assert_equal_state
+from tests.forkserver import Forked
 from tests.launching import SMALL, environment, wait_for
 from titanlike.checkpoint.loader import read_whole
 
@@ -22,8 +23,8 @@ STAGES = ("pretrain", "decay", "chat")
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     recipes = [f"stages/{name}" for name in STAGES]
     overrides = [f"--{key}={value}" for key, value in SMALL_STAGES.items()]
-    return subprocess.Popen(
-        [sys.executable, "-m", "titanlike", "train", *recipes, "--run.name=all", *overrides, *options],
+    return Forked(
+        [sys.executable, "-m", "titanlike.tools.cli.main", "train", *recipes, "--run.name=all", *overrides, *options],
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
