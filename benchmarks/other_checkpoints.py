@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,9 @@ VERSIONS = {
 }
 
 
-def continue_runs(model: str, peer: str, folder: Path, version: Version) -> dict[str, Any]:
+def continue_runs(
+    model: str, peer: str, folder: Path, version: Version, layouts: Sequence[str] = LAYOUTS
+) -> dict[str, Any]:
     """Runs both directions with one model. Returns the losses by step of all runs."""
     recipe = folder / "train.toml"
     fields = "\n".join(f"{key} = {json.dumps(value)}" for key, value in MODELS[model].items())
@@ -119,7 +122,7 @@ def continue_runs(model: str, peer: str, folder: Path, version: Version) -> dict
     results: dict[str, Any] = {}
 
     results["torchtitan"] = train_there(model, peer, batches, folder / "there", version)
-    for layout in LAYOUTS:
+    for layout in layouts:
         name = f"continued-{len(results)}"
         copy = folder / f"{name}.toml"
         copy.write_text(recipe.read_text() + f'name = "{name}"\n')

@@ -14,6 +14,7 @@ import atexit
 import gc
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.launching import Cli, Printed, run_forked
 
 sys.dont_write_bytecode = False
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too, runs of tests stop as they do without it
 crashes.check_all_processes()
 
 # The cache of runs, such as the tokens of text, is not the user's. Child processes inherit the variable.

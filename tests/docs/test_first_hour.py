@@ -25,7 +25,7 @@ def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("tests", "ladder_8b", "8b_float8_full_depth"), id="some", marks=pytest.mark.slow),
+        pytest.param(("tests", "ladder_8b"), id="some", marks=pytest.mark.slow),
         pytest.param(("first-hour", *RUNS), id="all", marks=pytest.mark.every),
     ],
 )

@@ -15,7 +15,7 @@ DENSE = (*TWO_BLOCKS, "--training.global_batch_size=4", "--activation_checkpoint
 @pytest.mark.parametrize(
     ("recipe", "gpus", "options", "gigabytes", "launches"),
     [
-        ("llama3_1b", 1, DENSE, 27.68, 311),
+        pytest.param("llama3_1b", 1, DENSE, 27.68, 311, marks=pytest.mark.every),
         ("llama3_8b_float8", 1, DENSE, 193.57, 513),
         ("llama3_8b", 8, (*TWO_BLOCKS, "--training.global_batch_size=32"), 67.24, 341),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import migration
-from benchmarks.other_checkpoints import MODELS, SAVED, STEPS, VERSIONS, continue_runs
+from benchmarks.other_checkpoints import LAYOUTS, MODELS, SAVED, STEPS, VERSIONS, continue_runs
 from tests.launching import ROOT
 
 pytestmark = [
@@ -28,8 +28,8 @@ def test_all_configs_are_imported_or_refused_as_recorded() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_runs_continue_in_both_directions(tmp_path: Path, model: str) -> None:
-    runs = continue_runs(model, sys.executable, tmp_path, VERSIONS["torchtitan"])
-    assert len(runs) == 6
+    runs = continue_runs(model, sys.executable, tmp_path, VERSIONS["torchtitan"], LAYOUTS[-1:])
+    assert len(runs) == 4
     for name, losses in runs.items():
         reference = runs[name.partition(",")[0]]
         for step in range(SAVED + 1, STEPS + 1):

@@ -330,7 +330,7 @@ def test_compiled_code_of_a_recipe_is_compared(tmp_path: Path) -> None:
     assert done.stdout.count("\nequal within tolerance\n") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_code_of_inductor_is_compared(tmp_path: Path) -> None:
     done = verify(tmp_path, "debug", "--compile", "--activation_checkpoint.mode=selective", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
