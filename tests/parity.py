@@ -293,7 +293,7 @@ def table(measured: dict[str, Any]) -> str:
     lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
-            " / ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
+            " / ".join(_short(case[model][metric]) for metric in ("loss", "gradient norm", "weights"))
             if model in case
             else ""
             for model in ("llama", "gpt")
@@ -307,7 +307,7 @@ def moe_table(measured: dict[str, Any]) -> str:
     lines = ["| Layout | Processes | Model | Loss | Gradient norm | Weights |", "|---|---|---|---|---|---|"]
     for name, case in measured["cases"].items():
         (model,) = case.keys() - {"processes"}
-        cells = " | ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
+        cells = " | ".join(_short(case[model][metric]) for metric in ("loss", "gradient norm", "weights"))
         lines.append(f"| {name} | {case['processes']} | {model} | {cells} |")
     return "\n".join(lines)
 
@@ -324,6 +324,10 @@ def summary(measured: dict[str, Any]) -> str:
         f"activation checkpointing with 2 to {max(case['processes'] for case in cases)} processes. Relative to one process, "
         f"losses differ by at most {_rounded_up(loss)}, gradient norms by {_rounded_up(norm)} and weights by {_rounded_up(weights)}"
     )
+
+
+def _short(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+00", "")
 
 
 def _rounded_up(value: float) -> str:
