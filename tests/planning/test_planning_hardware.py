@@ -87,7 +87,6 @@ def test_hardware_without_bfloat16_takes_float16(cli: Cli) -> None:
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
-    """tests/fuzz/test_hardware_files.py has other values."""
     path = write(tmp_path, MINIMAL.replace(old, new, 1))
     with pytest.raises(UserError) as caught:
         load_hardware(path)
