@@ -127,6 +127,7 @@ def wait_for_end(job: str, variables: dict[str, str]) -> str:
     return state()
 
 
+@pytest.mark.minutes
 def test_a_job_that_is_stopped_before_its_limit_is_requeued_and_equals_one_that_was_not(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:

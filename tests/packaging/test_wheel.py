@@ -71,6 +71,7 @@ def test_the_requirements_of_a_job_are_those_of_the_package() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     work, clone = tmp_path / "work", tmp_path / "clone"
     work.mkdir()
