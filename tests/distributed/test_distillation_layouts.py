@@ -58,7 +58,6 @@ CHUNKS: dict[str, Any] = {"training": dict(loss_chunk=20)}
 
 CASES: dict[str, Row] = {
     "2 micro-batches": (SLOW, "llama", {}, 4, {}),
-    "FSDP": (EVERY, "llama", dict(shard=2), 2, {}),
     "FSDP, never resharded": (EVERY, "llama", dict(shard=2, reshard_after_forward="never"), 2, {}),
     "HSDP": (EVERY, "gpt", dict(replicate=2, shard=2), 1, {}),
     "TP, tied heads": (SLOW, "both tied", dict(tensor=2), 4, REVERSE),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.crashes import Crash
 from tests.fake_group import fake_process_group
 from tests.launching import free_port, python
 from tests.pool import Ranks
@@ -57,6 +58,11 @@ def test_every_dimension_creates_one_group(monkeypatch: pytest.MonkeyPatch, size
         build_mesh("cpu", **sizes)
     assert len(calls) == count
     assert all(rank in ranks for ranks in calls)
+
+
+def test_a_rank_that_crashes_is_reported_with_its_stack(ranks: Ranks) -> None:
+    with pytest.raises(Crash, match=r"(?s)rank 0 of 1: SIGABRT.*Fatal Python error: Aborted.*pool_worker"):
+        ranks(1).run(os.abort)
 
 
 def _timeouts() -> list[datetime.timedelta]:

@@ -46,7 +46,6 @@ CASES: dict[str, tuple[Tier, str, dict[str, Any], dict[str, Any]]] = {
     "HSDP": (SLOW, "not balanced", dict(replicate=2, shard=2), {}),
     "TP x FSDP": (DEFAULT, "shared experts", dict(tensor=2, shard=2), {}),
     "PP zbv x TP": (SLOW, "not balanced", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), {}),
-    "PP 1f1b": (EVERY, "qwen3_moe", dict(pipeline=2), {}),
     "PP zbv, a stage without experts": (EVERY, "deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv"), {}),
     "EP x TP": (SLOW, "multi-token", dict(shard=2, tensor=2, expert=2), {}),
     "MTP, CP x TP, documents": (DEFAULT, "multi-token", dict(context=2, tensor=2), DOCUMENTS),

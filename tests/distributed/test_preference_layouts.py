@@ -42,7 +42,6 @@ PRECOMPUTED: dict[str, Any] = {"preference": dict(reference="precomputed")}
 
 CASES: dict[str, Row] = {
     "2 micro-batches": (SLOW, "llama", {}, 4, {}),
-    "FSDP": (EVERY, "llama", dict(shard=2), 2, {}),
     "HSDP": (EVERY, "gpt", dict(replicate=2, shard=2), 1, {}),
     "TP, tied head": (SLOW, "tied", dict(tensor=2), 4, {}),
     "TP, soft-capped logits": (EVERY, "soft-capped", dict(tensor=2), 4, {}),
