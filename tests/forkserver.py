@@ -161,6 +161,7 @@ def _prepare_runs() -> None:
     """Computes once what each run would compute again, and leaves out what no test of a forked run looks at."""
     from titanlike.config.schema import describe
     from titanlike.data.tokens import datasets
+    from titanlike.distributed import environment
     from titanlike.recipe import PretrainRecipe
     from titanlike.run import hooks, run_dir
 
@@ -172,6 +173,7 @@ def _prepare_runs() -> None:
     run_dir.versions = lambda: versions
     run_dir._git = lambda *_: commit
     os.fsync = lambda _: None
+    environment.ERROR_DELAY = 1.0  # tests notice an exit sooner than a launcher on a busy machine
     datasets.SYNTHETIC_TOKENS = NUM_SYNTHETIC_TOKENS
 
 

@@ -30,9 +30,9 @@ from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"
 HYPERPARAMETERS: dict[str, Any] = {
-    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 120, "optimizer.lr": 1.5e-3, "run.deterministic": False,
-    "checkpoint.enabled": True, "checkpoint.interval": 20, "checkpoint.export": "float32", "optimizer.groups": [],
-    "data.source": "stream", "validation.interval": 60, "metrics.trackers": ["tensorboard"],
+    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 60, "optimizer.lr": 1.5e-3, "run.deterministic": False,
+    "checkpoint.enabled": True, "checkpoint.interval": 10, "checkpoint.export": "float32", "optimizer.groups": [],
+    "data.source": "stream", "validation.interval": 30, "metrics.trackers": ["tensorboard"],
 }  # fmt: skip
 JOB = "pytorch-training-2026-11-22-10-11-12-345"
 SM_VARIABLES = {
@@ -123,14 +123,14 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     code, base = source_dir(tmp_path, copied=real), opt_ml(tmp_path)
     run, events = base / "checkpoints/tiny", base / "output/tensorboard/tiny"
     job = start_job(sdk, code, base, real=real)
-    wait_for(run / "checkpoints/step-00000040/manifest.json", 300)
+    wait_for(run / "checkpoints/step-00000020/manifest.json", 300)
     while not any(file.stat().st_size for file in events.glob("*")):  # during the job
         assert job.poll() is None, job.communicate()
         time.sleep(0.02)
     output = interrupt(sdk, job)
     assert "/pretrain.py, recipe own_configs/tiny.toml\n" in output
     resolved = (run / "recipe.toml").read_text()
-    assert "vocab_size = 300\n" in resolved and "steps = 120\n" in resolved and "deterministic = false\n" in resolved
+    assert "vocab_size = 300\n" in resolved and "steps = 60\n" in resolved and "deterministic = false\n" in resolved
     assert f'path = "{base}/input/data/train"\n' in resolved
     assert f'validation_path = "{base}/input/data/validation"\n' in resolved
     if real:  # the library of the job's source directory: the installed one has a git commit
@@ -138,7 +138,7 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     saved = sorted(
         int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if (path / "manifest.json").exists()
     )
-    assert 40 <= saved[-1] < 120
+    assert 20 <= saved[-1] < 60
     assert ("stopped by SIGTERM" in output) == (sdk == "v2")
 
     if sdk == "v3":  # SageMaker has not uploaded all files of the newest checkpoint
@@ -152,13 +152,13 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
         f"weights {run}/checkpoints" in output and "next    titanlike" not in output
     )  # not on the machine of the reader
     found = losses(run)
-    assert sorted(found) == [*range(1, 121)] and found[120] < found[1] - 1
+    assert sorted(found) == [*range(1, 61)] and found[60] < found[1] - 1
     assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()
     assert not (run / "hf").exists() and not (code / "runs").exists() and not (run / "tensorboard").exists()
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
-    assert accumulator.Scalars("train/loss")[-1].step == 120
-    assert [event.step for event in accumulator.Scalars("validation/loss")][-1] == 120
+    assert accumulator.Scalars("train/loss")[-1].step == 60
+    assert [event.step for event in accumulator.Scalars("validation/loss")][-1] == 60
 
 
 def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def _findings(ranks_per_node: int, ahead: float, hardware: str = "") -> list[Fin
     """The clock of all ranks but those of node 0 is ahead by some seconds."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(network.COLLECTIVE_BYTES, "cpu", (2**12, 2**18))
         patch.setattr(network, "time", SimpleNamespace(time=lambda: time.time() + ahead * (rank >= ranks_per_node)))
         expected = load_hardware(hardware) if hardware else None
         return network.findings(torch.device("cpu"), expected, ranks_per_node, seconds=0.05)

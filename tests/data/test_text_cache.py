@@ -25,7 +25,7 @@ from titanlike.data.tokens import cache
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 
-TIMEOUT = 2.0  # seconds, of collectives
+TIMEOUT = 1.5  # seconds, of collectives
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def _open(folder: Path, has_locks: bool) -> tuple[str, int, list[int]]:
 
     def write(files: Any, *others: Any, **options: Any) -> None:
         written.append(sum(file.size for file in files))
-        time.sleep(1.5 * TIMEOUT * node)
+        time.sleep(1.2 * TIMEOUT * node)
         original(files, *others, **options)
 
     tokenizer, training = build_tokenizer(Section()), Training(seq_len=4, global_batch_size=2, local_batch_size=2)

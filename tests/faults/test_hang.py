@@ -117,14 +117,10 @@ def check_stopped_rank_is_found(job: Job, rank: int) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize(
-    "moments", [["validation"], pytest.param(["start", "save", "end"], marks=pytest.mark.slow)], ids=str
-)
-def test_rank_stopped_while_the_others_are_paused_is_found(
-    starter: Starter, tmp_path: Path, moments: list[str]
-) -> None:
+@pytest.mark.slow
+def test_rank_stopped_while_the_others_are_paused_is_found(starter: Starter, tmp_path: Path) -> None:
     jobs = {}
-    for moment in moments:
+    for moment in MOMENTS:
         folder = tmp_path / moment
         folder.mkdir()
         jobs[moment] = starter.start(folder, MOMENTS[moment], **{"run.hang_timeout": "4", "sample.tokens": "2"})

@@ -59,7 +59,8 @@ def compare_cross_entropy() -> None:
     fused_cross_entropy.LANES = 16
     scales = (None, torch.rand(5), torch.tensor(0.3).expand(5))
     kinds = ((torch.float32, 0.1, 1e-5), (torch.bfloat16, None, 1e-2))
-    for size, scale, (dtype, z_loss, rtol) in itertools.product((100, 1000, 1024), scales, kinds):
+    cases = [*itertools.product((100, 1000, 1024), scales[:1], kinds), *itertools.product((100,), scales[1:], kinds)]
+    for size, scale, (dtype, z_loss, rtol) in cases:
         labels = torch.tensor([0, IGNORE, size - 1, 7, 50])
         logits = (torch.randn(5, size) * torch.tensor([5.0, 5.0, 1e4, 5.0, 0.1])[:, None]).to(dtype)
         logits[3, 20:60] = float("-inf")
