@@ -4,12 +4,11 @@
 grows with the seconds that it takes here.
 """
 
-import hashlib
 import json
 import os
 import statistics
-import time
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
 STARTS = "starts and collection"
-REFERENCE = 0.027
-INTERVAL = 5.0  # CPU seconds between calibrations: a machine that others use is slower for a while
+MODULES = "asyncio, ctypes, decimal, difflib, email, http.client, json, pydoc, sqlite3, tarfile, unittest, xml.dom"
+REFERENCE = 0.1
+INTERVAL = 20.0  # CPU seconds between calibrations: a machine that others use is slower for a while
 
 
 def seconds(process: str = "self") -> float:
@@ -37,13 +37,10 @@ def seconds(process: str = "self") -> float:
 
 
 def calibration() -> float:
-    """Returns the CPU seconds of a fixed loop, which interprets Python and hashes."""
-    start = time.process_time()
-    digest, counts = hashlib.sha256(), Counter[int]()
-    for number in range(100_000):
-        counts[number % 1009] += number
-        digest.update(counts[number % 7].to_bytes(8, "little"))
-    return time.process_time() - start
+    """Returns the CPU seconds of an interpreter that imports modules. Tests, too, start processes, import and touch new memory."""
+    command = [sys.executable, "-I", "-S", "-c", f"import {MODULES}"]
+    used = os.wait4(os.posix_spawn(sys.executable, command, os.environ), 0)[2]
+    return used.ru_utime + used.ru_stime
 
 
 class Costs:
@@ -52,10 +49,10 @@ class Costs:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.files: dict[str, float] = defaultdict(float)
-        self.loops: list[float] = []
+        self.calibrations: list[float] = []
 
     def pytest_sessionstart(self) -> None:
-        self.loops.append(calibration())
+        self.calibrations.append(calibration())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -63,8 +60,8 @@ class Costs:
         result = yield
         # Less, if a process has ended for which nobody has waited.
         self.files[item.nodeid.partition("::")[0]] += max(0.0, seconds() - start)
-        if sum(self.files.values()) > INTERVAL * len(self.loops):
-            self.loops.append(calibration())
+        if sum(self.files.values()) > INTERVAL * len(self.calibrations):
+            self.calibrations.append(calibration())
         return result
 
     @pytest.hookimpl(optionalhook=True)
@@ -72,22 +69,22 @@ class Costs:
         output = getattr(node, "workeroutput", {})
         for file, spent in output.get("costs", {}).items():
             self.files[file] += spent
-        self.loops += output.get("loops", [])
+        self.calibrations += output.get("calibrations", [])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(self.config, "workeroutput")
         if is_worker or not self.config.getoption("numprocesses", None):
             self.files[STARTS] += seconds() - sum(self.files.values())
-        self.loops.append(calibration())
+        self.calibrations.append(calibration())
         if is_worker:
             self.config.workeroutput["costs"] = dict(self.files)  # type: ignore[attr-defined]
-            self.config.workeroutput["loops"] = self.loops  # type: ignore[attr-defined]
+            self.config.workeroutput["calibrations"] = self.calibrations  # type: ignore[attr-defined]
         elif (budget := self.config.getoption("cpu_budget")) and self.relative() > budget and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def relative(self) -> float:
         """Returns the CPU seconds that the tests take on the machine of the budget."""
-        return sum(self.files.values()) * REFERENCE / statistics.mean(self.loops)
+        return sum(self.files.values()) * REFERENCE / statistics.mean(self.calibrations)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         folders: dict[str, float] = defaultdict(float)
@@ -98,8 +95,8 @@ class Costs:
             terminalreporter.write_line(f"{spent:7.1f}  {folder}")
         terminalreporter.write_line(
             f"{sum(self.files.values()):7.1f}  all; {self.relative():.0f} on the machine of the budget, "
-            f"which is {self.config.getoption('cpu_budget') or 'not given'} (the calibration loop takes "
-            f"{statistics.mean(self.loops):.3f} s, and {REFERENCE} s there)"
+            f"which is {self.config.getoption('cpu_budget') or 'not given'} (the calibration takes "
+            f"{statistics.mean(self.calibrations):.3f} s, and {REFERENCE} s there)"
         )
         if path := self.config.getoption("costs"):
             Path(path).write_text(json.dumps(dict(sorted(self.files.items(), key=lambda each: -each[1])), indent=1))
