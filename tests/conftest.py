@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Has one worker run the tests that share fixtures of a module, and one worker all tests of ranks, which share pools and the
+    """Has one worker run the tests that share what a module keeps, and one worker all tests of ranks, which share pools and the
     runs of one process that they compare with. `--dist=loadgroup` has no effect with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         text = (ROOT / file).read_text()
         if re.search(r"\b(ranks: Ranks|parity: Parity)\b", text):
             return "ranks"
-        return file if 'scope="module"' in text else ""
+        return file if 'scope="module"' in text or "@functools.cache" in text else ""
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

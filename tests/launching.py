@@ -5,7 +5,6 @@ Processes are forked (`tests/forkserver.py`) unless a test passes `real=True`, w
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -121,12 +120,6 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
         time.sleep(0.02)
-
-
-def cpu_seconds() -> float:
-    """Returns the CPU seconds of all child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def descendants(parent: int) -> list[int]:

@@ -109,7 +109,6 @@ def test_free_space_is_checked_before_a_download(ranks: Ranks, tmp_path: Path) -
         assert "; set TMPDIR to a directory with more space, or checkpoint.verify = 'size'" in error
 
 
-HEADER = 45_000  # bytes, mostly of the random generators
 SCALARS = 4 * 30  # steps of AdamW, one for each parameter
 FSDP, TP = Parallelism(shard=-1), Parallelism(tensor=2, shard=-1)
 

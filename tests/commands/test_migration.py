@@ -317,7 +317,7 @@ def test_a_script_is_run_by_bash_which_starts_nothing(tmp_path: Path, monkeypatc
 # What is common
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["Llama 3.1 8B", "DeepSeek-V3", "GPT-OSS 20B"])  # bfloat16, float8, 4 bits
 def test_published_configs_are_planned(cli: Cli, tmp_path: Path, name: str) -> None:
     """Of models in any format: a plan reads no weights."""
     (tmp_path / "some.json").write_text(json.dumps(PUBLISHED[name]["config"]))

@@ -59,9 +59,10 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yields what a module imports, inside of functions too."""
-    yield from imports_of(parsed(path))
+@functools.cache
+def imports(path: Path) -> list[str]:
+    """Returns what a module imports, inside of functions too."""
+    return list(imports_of(parsed(path)))
 
 
 def imports_of(module: ast.Module) -> Iterator[str]:
