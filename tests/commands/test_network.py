@@ -1,10 +1,8 @@
 """`titanlike doctor --network`: wrong clocks and slow nodes are named, and no others."""
 
 import json
-import os
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launching import free_port
+from tests.launching import free_port, python
 from tests.pool import Ranks
 from titanlike.tools.doctor import network
 from titanlike.tools.doctor.finding import Finding
@@ -99,23 +97,13 @@ def test_slow_nodes_are_named() -> None:
     assert found([100.0, 110.0], 360.0) == [Finding("warning", "links", text, "remedy")]
 
 
-def _doctor(*arguments: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "titanlike.tools.cli.main", "doctor", *arguments],
-        env={**os.environ, **environ},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 @pytest.mark.slow
 def test_one_command_on_each_node(tmp_path: Path) -> None:
     job = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC": "1"}
-    processes = [_doctor("--network", "--json", **job, NODE_RANK=str(node)) for node in range(2)]
-    outputs, errors = zip(*(process.communicate(timeout=300) for process in processes), strict=True)
-    assert [process.returncode for process in processes] == [0, 0]
+    words = ("-m", "titanlike.tools.cli.main", "doctor", "--network", "--json")
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda node: python(tmp_path, *words, variables=job | {"NODE_RANK": node}), "01")
     waiting = f"launch  1 process on each of 2 nodes, which meet at 127.0.0.1:{job['MASTER_PORT']}\n"
-    assert all(each.startswith(waiting) for each in errors)
-    assert [each["subject"] for each in json.loads(outputs[0])] == ["clocks", "between nodes", "all nodes"]
-    assert outputs[1] == ""  # one report
+    assert first.stderr.startswith(waiting) and second.stderr.startswith(waiting)
+    assert [each["subject"] for each in json.loads(first.stdout)] == ["clocks", "between nodes", "all nodes"]
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, "")  # one report

@@ -243,6 +243,7 @@ def test_the_losses_of_pairs_are_those_of_the_papers() -> None:
     means = 2.0 * np.array([-3.0 / 2 + 5.0 / 4, -2.0 + 1.0 / 5])
     assert simpo == pytest.approx(-np.log(sigmoid(means - 0.3)).sum())
     assert metrics["rewards/margins"] == pytest.approx(means.sum()) and "kl" not in metrics
+    assert metrics["rewards/accuracies"] == 0.0  # both pairs are wrong
     # A pair with equal rewards is half right: that is the accuracy before the first step.
     equal = preference_loss(Preference(), answers, log_probs)[1]
     assert equal["rewards/accuracies"].item() == 1.0 and equal["rewards/margins"].item() == 0.0

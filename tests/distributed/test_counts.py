@@ -85,8 +85,6 @@ def _compiled(recipe: PretrainRecipe) -> tuple[int, int, int]:
         ("gpt2_124m", "FSDP"),
         pytest.param("llama3_8b_float8", "TP", marks=pytest.mark.slow),
         pytest.param("llama3_70b", "CP-TP", marks=pytest.mark.slow),
-        pytest.param("llama3_1b", "PP-TP", marks=pytest.mark.every),
-        pytest.param("llama3_8b", "HSDP", marks=pytest.mark.every),
     ],
 )
 def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:

@@ -1,5 +1,6 @@
 """Published sizes in transformers, and folders of encoders. test_transformers.py compares logits and gradients."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are 
         (ModernBertConfig, "base", 149_655_232),
         (T5Config, "small", 76_961_152),
         (T5Config, "base", 247_577_856),
+        (T5Config, "large", 783_150_080),
+        (T5Config, "xl", 2_849_757_184),
         (T5Config, "xxl", 11_135_332_352),
     ],
 )
@@ -83,3 +86,5 @@ def test_a_folder_of_transformers_4_has_other_keys() -> None:
     for key in ("layer_types", "rope_parameters"):
         del values[key]
     assert ModernBertConfig.from_hugging_face(values) == config
+    del values["local_attention"]  # transformers' default
+    assert replace(config, sliding_window=128) == ModernBertConfig.from_hugging_face(values)

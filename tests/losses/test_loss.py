@@ -1,6 +1,7 @@
 """The chunked linear cross-entropy against `F.cross_entropy` of the full logits."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -373,10 +374,12 @@ def test_a_second_backward_pass_without_retain_graph_is_refused() -> None:
 
 def test_a_split_backward_pass_gets_the_same_gradients_twice() -> None:
     x, weight, labels = inputs()
-    loss = linear_cross_entropy(x, weight, labels, chunk=7, retain_graph=True) / 19
-    (for_x,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (for_weight,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close((for_x, for_weight), torch.autograd.grad(reference(x, weight, labels) / 19, (x, weight)))
+    own = partial(F.cross_entropy, ignore_index=IGNORE, reduction="sum")
+    for loss_of in (CrossEntropy(chunk=7, retain_graph=True), OwnLoss(own, chunk=7, retain_graph=True)):
+        loss = loss_of(Logits(x, weight), labels) / 19
+        (for_x,) = torch.autograd.grad(loss, x, retain_graph=True)
+        found = for_x, *torch.autograd.grad(loss, weight)
+        torch.testing.assert_close(found, torch.autograd.grad(reference(x, weight, labels) / 19, (x, weight)))
 
 
 def test_the_full_logits_never_exist() -> None:

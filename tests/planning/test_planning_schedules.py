@@ -12,7 +12,10 @@ SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stage
 def test_several_stages_per_rank_compute_each_micro_batch_once(schedule: str) -> None:
     num_ranks, num_microbatches = 4, 8
     num_stages = num_ranks * SCHEDULES[schedule].stages_per_rank
-    for rank, of_rank in enumerate(order(schedule, num_ranks, num_stages, num_microbatches)):
+    by_rank = order(schedule, num_ranks, num_stages, num_microbatches)
+    splits_backward = any(action.kind == "backward_weight" for of_rank in by_rank for action in of_rank)
+    assert splits_backward == SCHEDULES[schedule].splits_backward
+    for rank, of_rank in enumerate(by_rank):
         stages = stages_of(rank, num_ranks, num_stages, v_shaped=SCHEDULES[schedule].v_shaped)
         for stage in stages:
             for i in range(num_microbatches):

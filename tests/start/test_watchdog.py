@@ -48,8 +48,9 @@ MANY = {rank: heartbeat(57, "main (own.py:3)") if rank == 40 else heartbeat(57) 
         (MANY, [], ["all 64 ranks are alive at step 57", "rank 40 waits in main (own.py:3)",
                     "ranks 0-39, 41-63 wait in all_reduce (x.py:1)"]),
         ({0: heartbeat(57), **FINISHED}, [], ["ranks 1-2 left the training loop at step 56"]),
+        (FINISHED, [], ["ranks 1-2 left the training loop at step 56"]),
     ],
-    ids=["silent", "no heartbeat", "behind", "elsewhere", "finished"],
+    ids=["silent", "no heartbeat", "behind", "elsewhere", "some finished", "all finished"],
 )  # fmt: skip
 def test_the_ranks_that_others_wait_for_are_named(heartbeats: Any, silent: list[int], expected: list[str]) -> None:
     assert diagnose_missing_ranks(heartbeats, silent, now=1031.4)[: len(expected)] == expected
