@@ -35,7 +35,7 @@ CASES: dict[str, Row] = {
     "FSDP, never resharded": (DEFAULT, LLAMA, dict(shard=4, reshard_after_forward="never"), 2, {}),
     "FSDP, always resharded": (SLOW, GPT_, dict(shard=4, reshard_after_forward="always"), 2, {}),
     "FSDP, selective checkpointing": (DEFAULT, LLAMA, dict(shard=2), 4, SELECTIVE),
-    "TP, inductor": (SLOW, LLAMA, dict(tensor=2), 4, {"compile": dict(mode="block", backend="inductor")}),
+    "TP, inductor": (EVERY, LLAMA, dict(tensor=2), 4, {"compile": dict(mode="block", backend="inductor")}),
     "CP x FSDP, documents": (DEFAULT, LLAMA, dict(context=2, shard=2), 2, DOCUMENTS),
     "TP x FSDP, documents": (SLOW, GPT_, dict(tensor=2, shard=2), 2, DOCUMENTS),
     "PP zbv x TP, documents": (SLOW, FOUR, dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, DOCUMENTS),
